@@ -1,0 +1,294 @@
+"""The configuration: one dataclass per component, composed by Hydra, checked by type and by value.
+
+Every component receives its own dataclass (or plain values of it), never :class:`Config`.
+This module imports neither torch nor Hydra at import time: the command line must answer at once.
+"""
+
+from dataclasses import dataclass, field
+from enum import EnumMeta, StrEnum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class _ByAnyCase(EnumMeta):
+    """OmegaConf looks choices up by member name; users write them in lower case."""
+
+    def __getitem__(cls, name: str) -> Any:
+        return super().__getitem__(name.upper())
+
+
+class Choice(StrEnum, metaclass=_ByAnyCase):
+    """A field with a fixed set of values."""
+
+
+class Stage(Choice):
+    ONLINE = "online"
+
+
+class DType(Choice):
+    AUTO = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Schedule(Choice):
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class Recompute(Choice):
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class AlgorithmName(Choice):
+    GRPO = "grpo"
+    RLOO = "rloo"
+
+
+class LossMean(Choice):
+    """What a mini-batch loss is a mean over, always over the whole global mini-batch."""
+
+    TOKEN = "token"  # every completion token weighs the same
+    SEQUENCE = "sequence"  # every completion weighs the same (GRPO's 1/|o_i|)
+    CONSTANT = "constant"  # sum of tokens / (sequences x max_new_tokens): Dr. GRPO, no length bias
+
+
+class KlPlacement(Choice):
+    REWARD = "reward"  # subtracted from the reward, as in PPO-style RLHF
+    LOSS = "loss"  # added to the loss, as in GRPO
+
+
+class KlEstimator(Choice):
+    """Schulman, "Approximating KL Divergence" (2020)."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class PromptFormat(Choice):
+    TEXT = "text"
+    MESSAGES = "messages"
+
+
+class RewardName(Choice):
+    EXACT = "exact"
+    REGEX = "regex"
+    PYTHON = "python"
+
+
+class Launcher(Choice):
+    LOCAL = "local"
+    SLURM = "slurm"
+
+
+class Het(Choice):
+    """How a plan of several components becomes Slurm allocations."""
+
+    JOB = "job"  # one heterogeneous job, one component each
+    STEPS = "steps"  # one plain allocation split by `srun --nodes --relative`
+
+
+@dataclass
+class RunConfig:
+    name: str = MISSING
+    root: str = "runs"  # the run directory is ROOT/NAME
+    seed: int = 0
+    steps: int = 100  # optimizer phases (one batch of rollouts each)
+    prompts_per_step: int = 8
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING  # a Hugging Face directory: config.json, *.safetensors, tokenizer files
+    reference: str | None = None  # frozen reference for the KL term; default: the initial policy
+    dtype: DType = DType.AUTO
+    max_sequence_tokens: int = 1024  # prompt + completion
+
+
+@dataclass
+class ParallelConfig:
+    """The learner's layout; the data-parallel size is what is left of its ranks."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: bool = False  # Megatron's sequence parallelism, over the tensor-parallel group
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    warmup_steps: int = 0  # optimizer steps of linear LR warm-up
+    schedule: Schedule = Schedule.CONSTANT
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0  # biases and norms are never decayed
+    clip_grad: float = 1.0  # global L2 norm; 0 turns clipping off
+
+
+@dataclass
+class LearnerConfig:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    micro_batch_tokens: int = 4096  # packed tokens of one micro-batch, padding included
+    logprob_chunk_tokens: int = 1024  # fp32 logits exist for this many tokens at once
+    recompute: Recompute = Recompute.NONE
+    collective_timeout_s: float = 1800.0
+
+
+@dataclass
+class KlConfig:
+    coef: float = 0.0  # 0: no reference model is held
+    placement: KlPlacement = KlPlacement.LOSS
+    estimator: KlEstimator = KlEstimator.K3
+
+
+@dataclass
+class AlgorithmConfig:
+    name: AlgorithmName = AlgorithmName.GRPO
+    clip_low: float = 0.2  # ratio clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2
+    normalize_std: bool = (
+        True  # GRPO: divide group-centred rewards by the group's standard deviation
+    )
+    loss_mean: LossMean = LossMean.SEQUENCE
+    epochs: int = 1  # passes over one batch of rollouts
+    mini_batches: int = 1  # optimizer steps per pass
+    kl: KlConfig = field(default_factory=KlConfig)
+
+
+@dataclass
+class SamplingConfig:
+    """The decoding regime the policy is trained under."""
+
+    samples_per_prompt: int = 8
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    stop_token_ids: list[int] = field(default_factory=list)  # besides EOS
+
+
+@dataclass
+class SamplerConfig:
+    """The vLLM servers."""
+
+    tensor_parallel: int = 1
+    kv_cache_bytes: int | None = None  # required on CPU; on GPU gpu_memory_utilization decides
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    max_concurrency: int = 256  # requests in flight per replica
+    start_timeout_s: float = 600.0
+    request_timeout_s: float = 1800.0
+    max_restarts: int = 2  # deaths in a row beyond this end the attempt
+    restart_reset_s: float = 600.0  # a replica that lived this long starts a new row
+
+
+@dataclass
+class DataConfig:
+    prompts: str = MISSING  # JSONL or Parquet
+    format: PromptFormat = PromptFormat.TEXT
+    prompt_field: str = "prompt"
+    answer_field: str | None = "answer"
+    answer_pattern: str | None = None  # regular expression, group 1 is the answer
+    system: str | None = None  # system message, with the chat template
+    chat_template: bool = False  # TEXT prompts become one user message
+    add_bos: bool = False  # TEXT prompts without a template: put the BOS token in front
+    max_prompt_tokens: int = 512
+    long_prompts: str = "error"  # "error" | "drop"
+    bad_lines: str = "error"  # "error" | "drop"
+    shuffle: bool = True
+
+
+@dataclass
+class RewardConfig:
+    name: RewardName = RewardName.EXACT
+    pattern: str | None = None  # regex: what to find; exact: group 1 is the answer given
+    function: str | None = None  # python: "package.module:function"
+    timeout_s: float = 10.0  # of one sample
+    workers: int = 1
+    max_failure_fraction: float = 0.5  # of one batch; above it the attempt ends
+
+
+@dataclass
+class WarmupConfig:
+    """Supervised warm-up before the first rollout; the warmed-up policy becomes the reference."""
+
+    steps: int = 0
+    demonstrations: str | None = None  # JSONL with data.prompt_field and `completion`
+    batch_size: int = 32
+    lr: float = 1e-3
+
+
+@dataclass
+class SyncConfig:
+    bucket_bytes: int = 64 << 20
+    timeout_s: float = 60.0  # of one bucket, and of forming a group
+    attempts: int = 3  # publishing again to the replicas that are left
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = 10
+    keep: int = 3  # newest ones; 0 keeps all
+
+
+@dataclass
+class ComponentResources:
+    """What one component asks of the scheduler."""
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    mem_per_node_mb: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # further sbatch options of this component
+
+
+@dataclass
+class ClusterConfig:
+    launcher: Launcher = Launcher.LOCAL
+    het: Het = Het.JOB
+    learner: ComponentResources = field(default_factory=ComponentResources)
+    sampler: ComponentResources = field(default_factory=ComponentResources)  # one replica a task
+    time_min: int = 60
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    signal: str = "USR2"
+    signal_delay_s: int = 120
+    network_interface: str | None = None  # for NCCL and gloo; default: the node's own address
+    setup: list[str] = field(default_factory=list)  # shell lines before the run (module load ...)
+    prefix: list[str] = field(
+        default_factory=list
+    )  # command prefix of every task (apptainer exec ...)
+    environment: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # further sbatch options of the whole job
+
+
+@dataclass
+class Config:
+    """The whole run. Composed once, written to ``config.yaml``, immutable from then on."""
+
+    stage: Stage = Stage.ONLINE
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    assets: dict[str, Any] | None = (
+        None  # quickstart only: what to generate, see data/quickstart.py
+    )
