@@ -1,0 +1,110 @@
+"""Entry point of every process of an attempt.
+
+``python -m hpc_rlhf.launch.component learner|sampler --run RUN --attempt N [--replica K]``, started
+by the supervisor under its :class:`~hpc_rlhf.launch.supervisor.StepLauncher`.
+"""
+
+import argparse
+import faulthandler
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from hpc_rlhf import compose
+from hpc_rlhf.cluster.world import World
+from hpc_rlhf.errors import ExitCode, UserError
+from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.launch.job_plan import LEARNER, SAMPLER, JobPlan
+from hpc_rlhf.observe.timeline import Timeline
+from hpc_rlhf.run_dir import Attempt, RunDir
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run one process of a component; its output goes to its own log, its failure to a record."""
+    parser = argparse.ArgumentParser(prog="hpc_rlhf.launch.component")
+    parser.add_argument("component", choices=(LEARNER, SAMPLER))
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--replica", type=int)
+    arguments = parser.parse_args(argv)
+
+    run = RunDir(arguments.run)
+    attempt = run.attempt(arguments.attempt)
+    world = World.from_environment()
+    rank = world.rank if arguments.replica is None else arguments.replica
+    _redirect_output(attempt.log(arguments.component, rank))
+    timeline = Timeline(attempt if arguments.component == LEARNER and rank == 0 else None)
+    try:
+        code = _run(arguments.component, run, attempt, world, arguments.replica, timeline)
+    except BaseException as error:  # recorded with where and when, then the process ends with it
+        code = ExitCode.BAD_INPUT if isinstance(error, UserError) else ExitCode.FAILED
+        _record_failure(attempt, arguments.component, rank, world, timeline, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a thread blocked in a collective with a dead peer would keep the process.
+    os._exit(code)
+
+
+def _run(
+    component: str,
+    run: RunDir,
+    attempt: Attempt,
+    world: World,
+    replica: int | None,
+    timeline: Timeline,
+) -> ExitCode:
+    config = compose.load(run.config)
+    plan = JobPlan.from_json(read_json(attempt.plan))
+    if component == LEARNER:
+        from hpc_rlhf.stages.online import run_learner
+
+        return run_learner(config, plan, attempt, world, timeline)
+    from hpc_rlhf.stages.sampler import run_sampler
+
+    assert replica is not None
+    return run_sampler(config, plan, attempt, world, replica)
+
+
+def _redirect_output(path: Path) -> None:
+    """Append stdout and stderr to ``path``, down to the file descriptors (C++ writes there too)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+
+
+def _record_failure(
+    attempt: Attempt,
+    component: str,
+    rank: int,
+    world: World,
+    timeline: Timeline,
+    error: BaseException,
+) -> None:
+    step, phase = timeline.current
+    traceback.print_exception(error)
+    publish_json(
+        attempt.failures / f"{component}-{rank}.json",
+        {
+            "component": component,
+            "rank": rank,
+            "node": world.node,
+            "step": step,
+            "phase": phase,
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+            "time": time.time(),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

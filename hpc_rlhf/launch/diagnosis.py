@@ -1,0 +1,167 @@
+"""From what is left of an attempt to one sentence: which component, node and rank, in which phase."""
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_rlhf.errors import ExitCode
+from hpc_rlhf.fs import read_json
+from hpc_rlhf.launch.steps import StepExit, TaskDeath
+from hpc_rlhf.run_dir import Attempt
+
+# A peer's death makes others abort (NCCL's watchdog), or ends them politely: consequences.
+_WEAK_SIGNALS = {
+    None,
+    signal.SIGABRT,
+    signal.SIGTERM,
+    signal.SIGUSR2,
+    signal.SIGINT,
+    signal.SIGPIPE,
+}
+# Asked to stop, be it before the process could handle that: nothing is lost but the attempt.
+_INTERRUPTED_CODES = {ExitCode.INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR2}
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """What a process wrote about its own end: ``ATTEMPT/failures/<component>-<rank>.json``."""
+
+    rank: int
+    node: str
+    phase: str | None
+    error: str
+    time: float  # Unix time of the exception
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the coordinator was at, at last."""
+
+    step: int | None = None
+    phase: str | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a step ended, as data and as a sentence without its end."""
+
+    reason: str
+    exit_code: ExitCode
+    component: str
+    node: str | None = None
+    rank: int | None = None
+    phase: str | None = None
+    step: int | None = None
+
+
+def read_progress(attempt: Attempt) -> Progress:
+    value = _read_optional(attempt.progress)
+    return Progress(value.get("step"), value.get("phase")) if value else Progress()
+
+
+def failure_path(attempt: Attempt, component: str, rank: int) -> Path:
+    return attempt.failures / f"{component}-{rank}.json"
+
+
+def read_failures(attempt: Attempt, component: str) -> dict[int, FailureRecord]:
+    """Return the failure records of a component's processes by rank (replica, where replicated)."""
+    records = {}
+    for path in attempt.failures.glob(f"{component}-*.json"):
+        value = _read_optional(path)
+        if value:
+            record = FailureRecord(
+                rank=int(value["rank"]),
+                node=str(value["node"]),
+                phase=value.get("phase"),
+                error=str(value["error"]),
+                time=float(value.get("time") or path.stat().st_mtime),
+            )
+            records[record.rank] = record
+    return records
+
+
+def diagnose(
+    component: str,
+    ended: StepExit,
+    records: dict[int, FailureRecord],
+    progress: Progress,
+    replica: int | None = None,
+) -> Diagnosis:
+    """Name the process that ended a step, before its peers that died in consequence.
+
+    In this order: one that a signal of its own killed and that could write nothing; the record of
+    the exception raised first; the task that was seen to end first.
+
+    Args:
+        records: failure records of the step's processes, by the rank in its world.
+    """
+    death = _killed(ended, records)
+    if death is None and records:
+        first = min(records.values(), key=lambda record: record.time)
+        culprit = TaskDeath(first.rank, first.node)
+        what, detail, phase = "failed", f": {first.error}", first.phase
+    elif death is not None or ended.deaths:
+        culprit = death or ended.deaths[0]
+        what, detail, phase = _describe(culprit), "", None
+    else:
+        culprit = TaskDeath(None, None)
+        what, detail, phase = f"ended with exit code {ended.returncode}", "", None
+        if ended.detail:
+            detail = f": {ended.detail}"
+
+    subject = component
+    if replica is not None:
+        subject += f" replica {replica}"
+    elif culprit.rank is not None:
+        subject += f" rank {culprit.rank}"
+    where = f" on {culprit.node}" if culprit.node else ""
+    when = ""
+    if replica is None:  # the phases are the learner's, a replica knows none
+        phase = phase or progress.phase
+        when = f" in phase {phase}" if phase else ""
+        when += f" of step {progress.step}" if phase and progress.step is not None else ""
+    return Diagnosis(
+        reason=f"{subject}{where} {what}{when}{detail}",
+        exit_code=_exit_code(ended),
+        component=component,
+        node=culprit.node,
+        rank=culprit.rank if replica is None else replica,
+        phase=phase,
+        step=progress.step,
+    )
+
+
+def _killed(ended: StepExit, records: dict[int, FailureRecord]) -> TaskDeath | None:
+    """The first task that was killed and had no time to say why."""
+    for death in ended.deaths:
+        if death.rank not in records and (death.signal not in _WEAK_SIGNALS or death.cause):
+            return death
+    return None
+
+
+def _describe(death: TaskDeath) -> str:
+    if death.rank is None and death.cause:
+        return f"ended: {death.cause}"
+    if death.signal is not None:
+        cause = f", {death.cause}" if death.cause else ""
+        return f"was killed by signal {death.signal} ({signal.Signals(death.signal).name}{cause})"
+    return f"exited with code {death.exit_code}"
+
+
+def _exit_code(ended: StepExit) -> ExitCode:
+    if ended.returncode in _INTERRUPTED_CODES:
+        return ExitCode.INTERRUPTED
+    if ended.returncode in (ExitCode.DONE, ExitCode.BAD_INPUT):
+        return ExitCode(ended.returncode)
+    return ExitCode.FAILED
+
+
+def _read_optional(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; None where it is absent, or was written by a process that died in it."""
+    try:
+        value = read_json(path)
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,225 @@
+"""What a run asks of the scheduler, as plain data: no Slurm, no torch, no Hydra."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_rlhf.cluster.signals import signal_number
+from hpc_rlhf.config import ComponentResources, Config, Het
+from hpc_rlhf.errors import UserError
+from hpc_rlhf.run_dir import RunDir
+
+LEARNER = "learner"
+SAMPLER = "sampler"
+
+Options = tuple[tuple[str, str], ...]
+"""Further sbatch options by their long names without dashes; an empty value is a bare switch."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one component gets, the same on each of its nodes."""
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    mem_per_node_mb: int | None = None
+    extra: Options = ()
+
+    @property
+    def tasks(self) -> int:
+        return self.nodes * self.tasks_per_node
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """One component: a single world of ``resources.tasks`` ranks, or replicas of one task each."""
+
+    name: str
+    resources: Resources
+    replicas: int = 0  # 0: one step with all tasks, whose end ends the attempt
+    max_restarts: int = 0  # deaths in a row of one replica that are repaired
+    restart_reset_s: float = 600.0  # a replica that lived this long starts a new row
+
+    @property
+    def replicated(self) -> bool:
+        return self.replicas > 0
+
+    @property
+    def replica_resources(self) -> Resources:
+        """The share of one replica: one task, and its part of a node."""
+        whole = self.resources
+        memory = whole.mem_per_node_mb
+        return replace(
+            whole,
+            nodes=1,
+            tasks_per_node=1,
+            gpus_per_node=whole.gpus_per_node // whole.tasks_per_node,
+            mem_per_node_mb=None if memory is None else memory // whole.tasks_per_node,
+        )
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """One attempt's allocation: the components in the order of their het groups."""
+
+    name: str
+    run_dir: Path
+    components: tuple[ComponentPlan, ...]
+    het: Het = Het.JOB
+    time_min: int = 60
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    signal: str = "USR2"
+    signal_delay_s: int = 120
+    setup: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    extra: Options = ()
+    python: str = sys.executable
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.run_dir)
+
+    def component(self, name: str) -> ComponentPlan:
+        return self.components[self.group(name)]
+
+    def group(self, name: str) -> int:
+        """Index of the component, which is its het group."""
+        return [component.name for component in self.components].index(name)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "run_dir": str(self.run_dir)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "JobPlan":
+        """The inverse of :meth:`to_json`, also after a trip through a JSON file."""
+        components = tuple(
+            ComponentPlan(
+                **{
+                    **component,
+                    "resources": Resources(
+                        **{
+                            **component["resources"],
+                            "extra": _pairs(component["resources"]["extra"]),
+                        }
+                    ),
+                }
+            )
+            for component in value["components"]
+        )
+        return cls(
+            **{
+                **value,
+                "run_dir": Path(value["run_dir"]),
+                "components": components,
+                "het": Het(value["het"]),
+                "setup": tuple(value["setup"]),
+                "prefix": tuple(value["prefix"]),
+                "environment": _pairs(value["environment"]),
+                "extra": _pairs(value["extra"]),
+            }
+        )
+
+
+def plan_job(config: Config, run_dir: Path) -> JobPlan:
+    """Derive the job from the configuration.
+
+    Raises:
+        UserError: a number that no scheduler can serve (nodes, tasks, memory, time).
+    """
+    cluster = config.cluster
+    if cluster.time_min < 1:
+        # a time limit of 0 is accepted by some sites and then stays pending for ever
+        raise UserError(f"cluster.time_min={cluster.time_min}: must be at least 1 minute")
+    if cluster.signal_delay_s < 0:
+        raise UserError(f"cluster.signal_delay_s={cluster.signal_delay_s}: must not be negative")
+    try:
+        signal_number(cluster.signal)
+    except ValueError as error:
+        raise UserError(
+            f"cluster.signal={cluster.signal}: {error}; write USR2, TERM, ..."
+        ) from None
+    sampler = _resources(SAMPLER, cluster.sampler)
+    components = (
+        ComponentPlan(name=LEARNER, resources=_resources(LEARNER, cluster.learner)),
+        ComponentPlan(
+            name=SAMPLER,
+            resources=sampler,
+            replicas=sampler.tasks,
+            max_restarts=config.sampler.max_restarts,
+            restart_reset_s=config.sampler.restart_reset_s,
+        ),
+    )
+    environment = {str(name): str(value) for name, value in cluster.environment.items()}
+    if not any(component.resources.gpus_per_node for component in components):
+        # ranks that share cores would each start a thread per core
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    return JobPlan(
+        name=config.run.name,
+        run_dir=run_dir.absolute(),
+        components=components,
+        het=cluster.het,
+        time_min=cluster.time_min,
+        account=cluster.account,
+        partition=cluster.partition,
+        qos=cluster.qos,
+        signal=cluster.signal.removeprefix("SIG"),
+        signal_delay_s=cluster.signal_delay_s,
+        setup=tuple(cluster.setup),
+        prefix=tuple(cluster.prefix),
+        environment=tuple(sorted(environment.items())),
+        extra=_options("cluster.extra", cluster.extra),
+    )
+
+
+def component_command(
+    plan: JobPlan, component: str, attempt_number: int, replica: int | None = None
+) -> list[str]:
+    """The command of every process of a component, whatever launches it."""
+    command = [*plan.prefix, plan.python, "-m", "hpc_rlhf.launch.component", component]
+    command += ["--run", str(plan.run_dir), "--attempt", str(attempt_number)]
+    if replica is not None:
+        command += ["--replica", str(replica)]
+    return command
+
+
+def _resources(component: str, config: ComponentResources) -> Resources:
+    where = f"cluster.{component}"
+    for name in ("nodes", "tasks_per_node", "cpus_per_task"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{where}.{name}={getattr(config, name)}: must be at least 1")
+    if config.gpus_per_node < 0:
+        raise UserError(f"{where}.gpus_per_node={config.gpus_per_node}: must not be negative")
+    if config.mem_per_node_mb is not None and config.mem_per_node_mb < 1:
+        # 0 would ask for all of a node's memory and keep the other components off it
+        raise UserError(f"{where}.mem_per_node_mb={config.mem_per_node_mb}: must be at least 1")
+    return Resources(
+        nodes=config.nodes,
+        tasks_per_node=config.tasks_per_node,
+        cpus_per_task=config.cpus_per_task,
+        gpus_per_node=config.gpus_per_node,
+        mem_per_node_mb=config.mem_per_node_mb,
+        extra=_options(f"{where}.extra", config.extra),
+    )
+
+
+def _options(where: str, values: dict[str, Any]) -> Options:
+    """Normalise further sbatch options: true is a bare switch, false and null leave it out."""
+    options = []
+    for name, value in values.items():
+        text = "" if value is True else str(value)
+        if "\n" in f"{name}{text}" or name.startswith("-") or not name:
+            raise UserError(f"{where}.{name}: write the long option's name without dashes")
+        if value is not None and value is not False:
+            options.append((name.replace("_", "-"), text))
+    return tuple(options)
+
+
+def _pairs(values: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((name, value) for name, value in values)

@@ -1,0 +1,216 @@
+"""Submission to Slurm through Submitit, which knows no heterogeneous jobs by itself.
+
+The batch script of the leader runs Submitit's pickled callable, :class:`SupervisedAttempt`, as its
+own process: the supervisor. A hand-written script runs ``hpc-rlhf run`` in its place.
+"""
+
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import submitit
+from submitit.core.job_environment import JobEnvironment
+from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths
+from submitit.slurm import slurm as submitit_slurm
+
+from hpc_rlhf.cluster.signals import StopFlag
+from hpc_rlhf.errors import ComponentError, ExitCode, UserError
+from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.launch.job_plan import JobPlan
+from hpc_rlhf.launch.sbatch import render_script
+from hpc_rlhf.launch.srun import SlurmStepLauncher, in_allocation, queue_states
+from hpc_rlhf.launch.supervisor import supervise
+from hpc_rlhf.run_dir import RunDir
+
+
+@dataclass
+class SupervisedAttempt:
+    """What a queued job runs: Submitit pickles it, and the batch script calls it.
+
+    It runs again in every requeue of the job; what there is to resume is in the run directory.
+    """
+
+    plan: JobPlan
+
+    def __call__(self) -> int:
+        """Supervise the run's next attempt.
+
+        Returns:
+            0: the run is complete.
+
+        Raises:
+            ComponentError: the attempt failed; Submitit's job result has the reason.
+            SystemExit: the attempt ended otherwise (75 interrupted, 2 bad input): the job fails
+                with that code and has no result.
+        """
+        flag = StopFlag()
+        # In the place of Submitit's handlers for good: its own would requeue the job beside us,
+        # and end the run after a few timeouts. USR2 is its signal, whatever ours is.
+        flag.install(("TERM", "INT", "USR2", self.plan.signal))
+        paths = JobEnvironment().paths
+        _remove_leftovers(paths)
+        attempt = self.plan.run.new_attempt()
+        launcher = SlurmStepLauncher(self.plan, attempt)
+        code = supervise(self.plan, attempt, launcher, flag)
+        if code == ExitCode.FAILED:
+            raise ComponentError(read_json(attempt.ended)["reason"])
+        if code != ExitCode.DONE:
+            raise SystemExit(int(code))
+        return int(code)
+
+    def checkpoint(self) -> DelayedSubmission:
+        """What Submitit would requeue: the same again, for the state is in the run directory."""
+        return DelayedSubmission(self)
+
+
+def _remove_leftovers(paths: JobPaths) -> None:
+    """Remove what an earlier run of this job left: a requeued job keeps its id and its files."""
+    paths.result_pickle.unlink(missing_ok=True)  # Job.result() would return it as this run's
+    for path in (paths.result_pickle, paths.submitted_pickle):
+        # of a save that was cut short; Submitit refuses to save while it is there
+        path.with_name(f"{path.name}.save_tmp").unlink(missing_ok=True)
+
+
+class HetInfoWatcher(submitit_slurm.SlurmInfoWatcher):
+    """Submitit's watcher of sacct, for jobs that sacct knows as ``12+0``, ``12+1``."""
+
+    def read_info(self, string: bytes | str) -> dict[str, dict[str, str]]:
+        return merge_components(super().read_info(string), _is_queued)
+
+
+class HetSlurmJob(submitit_slurm.SlurmJob[int]):
+    watcher = HetInfoWatcher(delay_s=30)
+
+
+class HetSlurmExecutor(submitit_slurm.SlurmExecutor):
+    """Submitit's executor with the job script of a :class:`JobPlan`.
+
+    The pickled callable runs once, in the batch script of the leader, and not under srun.
+    """
+
+    job_class = HetSlurmJob
+
+    def __init__(self, folder: Path, plan: JobPlan) -> None:
+        # the countdown of timeouts would end a run that needs many walltimes
+        super().__init__(folder, max_num_timeout=2**31, python=shlex.quote(plan.python))
+        self.plan = plan
+        self.parameters["time"] = plan.time_min
+
+    @classmethod
+    def name(cls) -> str:
+        return "slurm"  # as whose environment the job is recognised
+
+    def _num_tasks(self) -> int:
+        return 1
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return job_script(self.plan, self.folder)
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        command = ["sbatch", str(submission_file_path)]
+        if not in_allocation():
+            return command
+        # sbatch passes its environment on: a job submitted from a job would find the variables of
+        # that one among its own
+        stale = [n for n in os.environ if n.startswith("SLURM_") and n not in _USER_VARIABLES]
+        return ["env", *(f"--unset={name}" for name in sorted(stale)), *command]
+
+
+_USER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
+
+_LIVE_STATES = {
+    "RUNNING": "RUNNING",
+    "COMPLETING": "COMPLETING",
+    "SUSPENDED": "RUNNING",
+    "STOPPED": "RUNNING",
+    "SIGNALING": "RUNNING",
+    "STAGE_OUT": "RUNNING",
+    "RESIZING": "RUNNING",
+    "PENDING": "PENDING",
+    "CONFIGURING": "PENDING",
+    "REQUEUED": "REQUEUED",
+    "REQUEUE_FED": "REQUEUED",
+    "REQUEUE_HOLD": "REQUEUED",
+    "SPECIAL_EXIT": "REQUEUED",
+}
+"""Slurm's states of a job that is not over, as those that Submitit waits on."""
+
+
+def merge_components(
+    stats: Mapping[str, dict[str, str]], is_queued: Callable[[str], bool]
+) -> dict[str, dict[str, str]]:
+    """Merge the lines of a heterogeneous job's components into one of the job.
+
+    Args:
+        stats: sacct's lines by job id, as Submitit reads them.
+        is_queued: whether squeue still knows the job; asked where sacct says it failed, for it
+            says NODE_FAIL or PREEMPTED for seconds while the job is being requeued.
+    """
+    components: dict[str, list[dict[str, str]]] = {}
+    for job_id, line in stats.items():
+        components.setdefault(job_id.partition("+")[0], []).append(line)
+    merged = dict(stats)
+    for job_id, lines in components.items():
+        states = [line["State"].split()[0] for line in lines]
+        live = [_LIVE_STATES[state] for state in states if state in _LIVE_STATES]
+        bad = [state for state in states if state not in _LIVE_STATES and state != "COMPLETED"]
+        if bad and not live and is_queued(job_id):
+            live = ["REQUEUED"]
+        state = [*live, *bad, "COMPLETED"][0]
+        merged[job_id] = {
+            "JobID": job_id,
+            # Submitit would wait for ever on a job that is PREEMPTED and was not requeued
+            "State": "CANCELLED by preemption" if state == "PREEMPTED" else state,
+            "NodeList": ",".join(line["NodeList"] for line in lines),
+        }
+    return merged
+
+
+def _is_queued(job_id: str) -> bool:
+    try:
+        return bool(queue_states(job_id))
+    except ComponentError:
+        return True  # Slurm does not answer: whoever waits goes on waiting
+
+
+def job_script(plan: JobPlan, folder: Path | None = None) -> str:
+    """The text of the job script that :func:`submit` queues."""
+    folder = (folder or submission_folder(plan.run)).absolute()
+    paths = JobPaths(folder)
+    return render_script(
+        plan,
+        [plan.python, "-u", "-m", "submitit.core._submit", str(folder)],
+        output=Path(str(paths.stdout).replace("%t", "0")),
+        error=Path(str(paths.stderr).replace("%t", "0")),
+        environment=(("SUBMITIT_EXECUTOR", HetSlurmExecutor.name()),),
+    )
+
+
+def submission_folder(run: RunDir) -> Path:
+    """Submitit's files of all jobs of a run, and ``submitted.json``: the last one queued."""
+    return run.path / "submitit"
+
+
+def submit(plan: JobPlan) -> submitit.Job[int]:
+    """Queue the run's job and return at once; ``.result()`` waits for it.
+
+    Raises:
+        UserError: there is no Slurm here, or sbatch refused the job, with its message.
+    """
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "sbatch is not on the PATH: submit from a login node of a Slurm cluster, or use "
+            "cluster.launcher=local"
+        )
+    folder = submission_folder(plan.run)
+    executor = HetSlurmExecutor(folder, plan)
+    try:
+        job: submitit.Job[int] = executor.submit(SupervisedAttempt(plan))
+    except FailedJobError as error:
+        raise UserError(f"sbatch refused the job: {str(error).strip()}") from error
+    publish_json(folder / "submitted.json", {"job_id": job.job_id, "time": time.time()})
+    return job

@@ -1,0 +1,350 @@
+"""Slurm steps: starting them with ``srun`` in an allocation, and reading from srun who died."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_rlhf.cluster.world import LOCAL_VARIABLES, STEP_VARIABLES
+from hpc_rlhf.config import Het
+from hpc_rlhf.errors import ComponentError, UserError
+from hpc_rlhf.launch.job_plan import JobPlan, Resources, component_command
+from hpc_rlhf.launch.sbatch import has_own_gpu_request, is_heterogeneous
+from hpc_rlhf.launch.steps import StepExit, TaskDeath, step_name
+from hpc_rlhf.run_dir import Attempt
+
+PEER_GRACE_S = 3.0  # from SIGTERM to SIGKILL for the peers of a task that failed
+KILL_GRACE_S = 3.0  # then srun itself is killed
+STEP_CREATION_S = 120  # srun gives up when the nodes of the allocation stay busy for so long
+COMMAND_TIMEOUT_S = 60.0  # of squeue and scontrol
+
+# What the job's own options leave in its environment, and srun would read as options of a step:
+# the whole job's memory, tasks and GPUs for every step, or (SLURM_TRES_PER_TASK, since 24.05) a
+# value that contradicts --cpus-per-task.
+_SIZING_VARIABLES = (
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_CPUS_PER_TASK",
+    "SRUN_CPUS_PER_TASK",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_MEM_PER_",
+    "SLURM_GPUS",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_THREADS_PER_CORE",
+    "SLURM_EXPORT_ENV",
+)
+
+
+def in_allocation(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process runs inside a Slurm job."""
+    return "SLURM_JOB_ID" in environ
+
+
+class SlurmStepLauncher:
+    """Starts steps with ``srun`` in the allocation of this process.
+
+    Raises:
+        UserError: the allocation does not fit the plan.
+    """
+
+    def __init__(self, plan: JobPlan, attempt: Attempt) -> None:
+        self._plan = plan
+        self._attempt = attempt
+        self._nodes = component_nodes(plan, os.environ)
+        self.job_id = os.environ["SLURM_JOB_ID"]
+
+    def start(self, component: str, replica: int | None = None) -> "SrunStep":
+        nodes = self._nodes[component]
+        if replica is not None:
+            per_node = self._plan.component(component).resources.tasks_per_node
+            nodes = [nodes[replica // per_node]]
+        name = step_name(component, replica)
+        command = [
+            "srun",
+            *srun_options(self._plan, component, replica, nodes),
+            *_logged(self._attempt, component, replica),
+            *component_command(self._plan, component, self._attempt.number, replica),
+        ]
+        log = self._attempt.path / "logs" / f"{name}-srun.log"
+        with log.open("ab") as output:
+            offset = output.tell()
+            process = subprocess.Popen(
+                command,
+                env=self._environment(component),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        return SrunStep(name, ",".join(nodes), process, log, offset)
+
+    def _environment(self, component: str) -> dict[str, str]:
+        return {
+            **step_environment(os.environ),
+            **dict(self._plan.environment),
+            STEP_VARIABLES["component"]: component,
+            STEP_VARIABLES["attempt"]: str(self._attempt.number),
+        }
+
+
+def srun_options(
+    plan: JobPlan, component: str, replica: int | None, nodes: Sequence[str]
+) -> list[str]:
+    """Options of one step, every one of its sizes said: what srun inherits differs by version.
+
+    Args:
+        nodes: the step's nodes, one for a replica.
+    """
+    part = plan.component(component)
+    resources = part.resources if replica is None else part.replica_resources
+    options = [
+        f"--job-name={step_name(component, replica)}",
+        f"--nodes={resources.nodes}",
+        f"--ntasks={resources.tasks}",
+        f"--ntasks-per-node={resources.tasks_per_node}",
+        f"--cpus-per-task={resources.cpus_per_task}",
+        "--exact",  # no more than that, other steps share the node
+        # 0: the job's limit, of which the step takes no share that another one would wait for
+        f"--mem={f'{resources.mem_per_node_mb}M' if resources.mem_per_node_mb else 0}",
+        *_gpu_options(plan, resources),
+        "--kill-on-bad-exit=1",
+        "--wait=0",  # a site's WaitTime would end the tasks that are not done soon after the first
+        f"--immediate={STEP_CREATION_S}",
+        "--input=none",
+        "--export=ALL",
+    ]
+    if is_heterogeneous(plan):
+        options.append(f"--het-group={plan.group(component)}")
+    if plan.het == Het.STEPS:
+        before = sum(p.resources.nodes for p in plan.components[: plan.group(component)])
+        if replica is not None:
+            before += replica // part.resources.tasks_per_node
+        options.append(f"--relative={before}")
+    elif replica is not None:
+        options.append(f"--nodelist={nodes[0]}")
+    return options
+
+
+def _logged(attempt: Attempt, component: str, replica: int | None) -> list[str]:
+    """A shell that becomes the task's command, with the output in the log of its rank.
+
+    Not by ``--output``: srun learns of a task's death only when the last process that holds the
+    task's output is gone, which may be a child that outlived it. And what passes through srun is
+    lost with the batch host.
+    """
+    if replica is not None:
+        return ["/bin/sh", "-c", 'exec "$@" >>"$0" 2>&1', str(attempt.log(component, replica))]
+    logs = str(attempt.log(component, 0)).removesuffix("0.log")
+    return ["/bin/sh", "-c", 'exec "$@" >>"$0$SLURM_PROCID.log" 2>&1', logs]
+
+
+def _gpu_options(plan: JobPlan, resources: Resources) -> list[str]:
+    if resources.gpus_per_node:
+        # of the node, not of the task: a rank that sees only its own GPU cannot reach its peers'
+        return [f"--gpus-per-node={resources.gpus_per_node}"]
+    if plan.het == Het.STEPS and not has_own_gpu_request(resources.extra):
+        return ["--gres=none"]  # else it would hold the GPUs of its nodes
+    return []
+
+
+def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for srun: the job's, without what would shape or rename the step."""
+    local = (*LOCAL_VARIABLES.values(), *STEP_VARIABLES.values())
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in local and ("_HET_GROUP_" in name or not name.startswith(_SIZING_VARIABLES))
+    }
+
+
+class SrunStep:
+    """A step that ``srun`` waits for."""
+
+    def __init__(
+        self, name: str, nodes: str, process: subprocess.Popen[bytes], log: Path, offset: int
+    ) -> None:
+        self.name = name
+        self.nodes = f"{nodes} (srun pid {process.pid})"
+        self._process = process
+        self._log = log
+        self._offset = offset  # where this step's part of the log begins
+        self._size = offset
+        self._failed_at: float | None = None  # monotonic
+        self._killed_at: float | None = None  # monotonic
+
+    def poll(self) -> StepExit | None:
+        returncode = self._process.poll()
+        if returncode is not None:
+            return parse_srun(self._output(), returncode)
+        if self._killed_at is not None:
+            self.kill()
+        elif self._failed_at is None:
+            self._watch_for_death()
+        elif time.monotonic() - self._failed_at > PEER_GRACE_S:
+            # --kill-on-bad-exit gives the peers the site's KillWait, which may be minutes
+            self.kill()
+        return None
+
+    def terminate(self) -> None:
+        # srun passes USR2 on to every task; on SIGTERM it kills them instead
+        self._process.send_signal(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
+            self._process.send_signal(signal.SIGTERM)
+        elif time.monotonic() - self._killed_at > KILL_GRACE_S:
+            # it hangs; its own watchdog process ends the step when it is gone
+            self._process.kill()
+
+    def _watch_for_death(self) -> None:
+        size = self._log.stat().st_size
+        if size != self._size:
+            self._size = size
+            if parse_srun(self._output(), 1).deaths:
+                self._failed_at = time.monotonic()
+
+    def _output(self) -> str:
+        with self._log.open("rb") as file:
+            file.seek(self._offset)
+            return file.read().decode(errors="replace")
+
+
+def component_nodes(plan: JobPlan, environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """The nodes of each component in the allocation of this process.
+
+    Raises:
+        UserError: the allocation has another shape than the plan.
+    """
+    groups = int(environ.get("SLURM_HET_SIZE", "1"))
+    expected = len(plan.components) if is_heterogeneous(plan) else 1
+    if groups != expected:
+        raise UserError(
+            f"job {environ['SLURM_JOB_ID']} has {groups} het component(s), the plan needs "
+            f"{expected} (cluster.het={plan.het}): give the job script the components of the "
+            "configuration, or cluster.het the form of the job"
+        )
+    names = [component.name for component in plan.components]
+    if expected > 1:
+        found = {
+            name: _expand(environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"])
+            for group, name in enumerate(names)
+        }
+    else:
+        rest = _expand(environ["SLURM_JOB_NODELIST"])
+        found = {}
+        for component in plan.components:
+            count = component.resources.nodes
+            found[component.name], rest = rest[:count], rest[count:]
+    for component in plan.components:
+        have, need = len(found[component.name]), component.resources.nodes
+        if have < need:
+            raise UserError(
+                f"cluster.{component.name}.nodes={need}: job {environ['SLURM_JOB_ID']} has only "
+                f"{have} node(s) for it"
+            )
+    return found
+
+
+def _expand(node_list: str) -> list[str]:
+    return _output_of(["scontrol", "show", "hostnames", node_list]).split()
+
+
+def _output_of(command: list[str]) -> str:
+    """Run a command of Slurm's.
+
+    Raises:
+        ComponentError: it failed or did not answer; the message has what it said.
+    """
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ComponentError(f"{shlex.join(command)}: {error}") from error
+    if done.returncode != 0:
+        raise ComponentError(f"{shlex.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def queue_states(job_id: str) -> list[str]:
+    """What squeue says of a job's components; empty when it no longer knows the job.
+
+    Raises:
+        ComponentError: Slurm did not answer.
+    """
+    try:
+        return _output_of(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"]).split()
+    except ComponentError as error:
+        if "Invalid job id" in str(error):
+            return []
+        raise
+
+
+_SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
+# srun: error: node2: task 1: Killed
+# srun: error: node[1-2]: tasks 0-3: Exited with exit code 75
+_TASKS = re.compile(r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<first>\d+)[-,\d]*: (?P<how>.+)$")
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (?P<host>[^\s:]+)")
+# what srun prints when it begins to end the other tasks: who dies after it is no culprit
+_ENDING = re.compile(r"^(srun: (\S+: )*Terminating |slurmstepd\S*: error: \*\*\* STEP )")
+_SRUN_TOLD_TO_END = "srun: forcing job termination"
+
+
+def parse_srun(text: str, returncode: int) -> StepExit:
+    """Read who died from what ``srun --kill-on-bad-exit`` wrote to its stderr.
+
+    Args:
+        text: its output; lines of other kinds, the tasks' own among them, are passed over.
+        returncode: of the srun process, negative where a signal killed srun itself.
+    """
+    if returncode == 0:
+        return StepExit(0)
+    deaths: list[TaskDeath] = []
+    errors: list[str] = []
+    for line in text.splitlines():
+        if _ENDING.match(line) and deaths:
+            break
+        if line.startswith(_SRUN_TOLD_TO_END) and not deaths:
+            # scancel, or the end of the grace time: Slurm signals srun, too
+            return StepExit(128 + signal.SIGTERM, detail="its srun was told to end")
+        if line.startswith("srun: error: "):
+            errors.append(line.removeprefix("srun: error: "))
+        if match := _TASKS.match(line):
+            death = _task_death(_first_host(match["host"]), int(match["first"]), match["how"])
+            if death is not None:
+                deaths.append(death)
+        elif match := _NODE_FAILURE.match(line):
+            deaths.append(TaskDeath(None, _first_host(match["host"]), cause="its node failed"))
+    if deaths:
+        first = deaths[0]
+        if first.exit_code is not None:
+            returncode = first.exit_code
+        elif first.signal is not None:
+            returncode = 128 + first.signal
+        return StepExit(returncode, tuple(deaths))
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        return StepExit(128 - returncode, detail=f"its srun was killed by {name}")
+    return StepExit(returncode, detail=f"srun: {errors[0]}" if errors else None)
+
+
+def _task_death(node: str, rank: int, how: str) -> TaskDeath | None:
+    if match := _EXIT_CODE.match(how):
+        return TaskDeath(rank, node, exit_code=int(match[1]))
+    how = how.removesuffix(" (core dumped)").strip()
+    if how == "Out Of Memory":
+        return TaskDeath(rank, node, signal=signal.SIGKILL, cause="out of memory")
+    if how in _SIGNALS:
+        return TaskDeath(rank, node, signal=int(_SIGNALS[how]))
+    return None
+
+
+def _first_host(hosts: str) -> str:
+    """The first name of a host list: "node[1-2,7]" -> "node1"."""
+    return re.sub(r"\[([^\],-]+)[^\]]*\].*", r"\1", hosts)

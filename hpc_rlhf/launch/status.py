@@ -1,0 +1,99 @@
+"""The state of a run, read from its directory and one question to Slurm."""
+
+import os
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from hpc_rlhf.cluster.world import LOCAL_JOB
+from hpc_rlhf.errors import ExitCode
+from hpc_rlhf.fs import read_json
+from hpc_rlhf.launch.diagnosis import read_progress
+from hpc_rlhf.launch.srun import queue_states
+from hpc_rlhf.run_dir import Attempt, RunDir
+
+
+class RunState(StrEnum):
+    NEW = "new"  # nothing was started or queued yet
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETE = "complete"
+    INTERRUPTED = "interrupted"  # resumable: run the same command again
+    FAILED = "failed"  # so is this, from the last checkpoint
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    state: RunState
+    attempt: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    job_id: str | None = None
+    reason: str | None = None  # why the last attempt ended
+
+
+def describe_run(run: RunDir) -> RunStatus:
+    """Describe a run from its files; where they leave it open, squeue is asked once.
+
+    Raises:
+        ComponentError: Slurm was asked and did not answer.
+    """
+    numbers = run.attempt_numbers()
+    status = _describe_attempt(run.attempt(numbers[-1])) if numbers else RunStatus(RunState.NEW)
+    if run.complete.exists():
+        return replace(status, state=RunState.COMPLETE)
+    submitted = _read_optional(run.path / "submitit" / "submitted.json")
+    started = _read_optional(run.attempt(numbers[-1]).path / "started.json") if numbers else None
+    if submitted and (started is None or submitted["time"] > started["time"]):
+        job_id = submitted["job_id"]  # newer than the last attempt
+    elif status.state is RunState.RUNNING and started and _is_alive_here(started):
+        return status
+    else:
+        job_id = status.job_id
+    states = queue_states(job_id) if job_id and not job_id.startswith(LOCAL_JOB) else []
+    if states:
+        # with a job that ended, the same id: a requeue that waits
+        running = any(state in ("RUNNING", "COMPLETING") for state in states)
+        ended = status.state is not RunState.RUNNING or job_id != status.job_id
+        return replace(
+            status,
+            state=RunState.RUNNING if running and not ended else RunState.QUEUED,
+            job_id=job_id,
+        )
+    if status.state is RunState.RUNNING:
+        reason = "its supervisor ended without a word: it was killed, or its node died"
+        return replace(status, state=RunState.FAILED, reason=reason)
+    if status.state is RunState.NEW and job_id:
+        reason = f"job {job_id} left the queue before it began an attempt"
+        return replace(status, state=RunState.FAILED, job_id=job_id, reason=reason)
+    return status
+
+
+def _describe_attempt(attempt: Attempt) -> RunStatus:
+    started = _read_optional(attempt.path / "started.json")
+    ended = _read_optional(attempt.ended)
+    progress = read_progress(attempt)
+    return RunStatus(
+        _ENDED_STATES.get(ended["exit_code"], RunState.FAILED) if ended else RunState.RUNNING,
+        attempt=attempt.number,
+        step=progress.step,
+        phase=progress.phase,
+        job_id=started["job_id"] if started else None,
+        reason=ended["reason"] if ended else None,
+    )
+
+
+_ENDED_STATES = {
+    int(ExitCode.DONE): RunState.COMPLETE,
+    int(ExitCode.INTERRUPTED): RunState.INTERRUPTED,
+}
+
+
+def _is_alive_here(started: dict[str, Any]) -> bool:
+    """Whether the supervisor runs on this machine (False also where that cannot be known)."""
+    return started["host"] == os.uname().nodename and Path(f"/proc/{started['pid']}").exists()
+
+
+def _read_optional(path: Path) -> dict[str, Any] | None:
+    return dict(read_json(path)) if path.exists() else None

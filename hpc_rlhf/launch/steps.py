@@ -1,0 +1,62 @@
+"""What the supervisor needs of a launcher: start a step, see it end, end it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class TaskDeath:
+    """One task that ended abnormally by itself (not one that was ended for a peer's sake)."""
+
+    rank: int | None  # within its step; None: the node failed under it
+    node: str | None
+    exit_code: int | None = None
+    signal: int | None = None
+    cause: str | None = None  # what the system says beyond the signal: "out of memory"
+
+
+@dataclass(frozen=True)
+class StepExit:
+    """How a step ended."""
+
+    returncode: int  # 0, the exit code of the task that failed first, or 128 + its signal
+    deaths: tuple[TaskDeath, ...] = ()  # in the order in which they were seen
+    detail: str | None = None  # the launcher's own error, where no task is to blame
+
+
+class StepHandle(Protocol):
+    """A started step: all processes of one world."""
+
+    @property
+    def name(self) -> str:
+        """ "learner", "sampler-0"."""
+
+    @property
+    def nodes(self) -> str:
+        """Where it runs, for people."""
+
+    def poll(self) -> StepExit | None:
+        """How it ended, None while any of its tasks is there. Does not block."""
+
+    def terminate(self) -> None:
+        """Ask every task to stop. Does not wait.
+
+        The signal is SIGTERM, or SIGUSR2 where SIGTERM cannot be passed on; tasks take both alike.
+        """
+
+    def kill(self) -> None:
+        """Send SIGKILL to every task. Does not wait."""
+
+
+class StepLauncher(Protocol):
+    """Starts the steps of an attempt: local processes or ``srun`` in an allocation."""
+
+    @property
+    def job_id(self) -> str: ...
+
+    def start(self, component: str, replica: int | None = None) -> StepHandle:
+        """Start the step of ``component``, or of one of its replicas."""
+
+
+def step_name(component: str, replica: int | None) -> str:
+    return component if replica is None else f"{component}-{replica}"

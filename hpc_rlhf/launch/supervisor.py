@@ -1,0 +1,284 @@
+"""The supervisor: starts one step per component, waits on all of them, and decides.
+
+The end of a component with one world (the learner) ends the attempt. A dead replica (a sampler) is
+started again in place, a bounded number of times in a row, while the learner goes on. Whatever ends
+the attempt, every step is gone seconds later.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from hpc_rlhf.cluster.rendezvous import endpoint_path
+from hpc_rlhf.cluster.signals import StopFlag
+from hpc_rlhf.errors import ExitCode
+from hpc_rlhf.fs import publish_json
+from hpc_rlhf.launch.diagnosis import (
+    Diagnosis,
+    diagnose,
+    failure_path,
+    read_failures,
+    read_progress,
+)
+from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan
+from hpc_rlhf.launch.steps import StepExit, StepHandle, StepLauncher, step_name
+from hpc_rlhf.run_dir import Attempt
+
+POLL_S = 0.05
+TERM_GRACE_S = 10.0  # from SIGTERM to SIGKILL when an attempt ends
+KILL_WAIT_S = 10.0  # then the job's or the supervisor's own end takes what is left
+STOPPED_RESTART_DELAY_S = 10.0  # a replica that was asked to stop: the learner is about to be, too
+
+
+def run_attempt(
+    plan: JobPlan, make_launcher: Callable[[JobPlan, Attempt], StepLauncher]
+) -> ExitCode:
+    """Make the run's next attempt and supervise it, from the main thread of this process."""
+    attempt = plan.run.new_attempt()
+    flag = StopFlag()
+    with flag.installed(("TERM", "INT", "USR2", plan.signal)):
+        return supervise(plan, attempt, make_launcher(plan, attempt), flag)
+
+
+def supervise(plan: JobPlan, attempt: Attempt, launcher: StepLauncher, flag: StopFlag) -> ExitCode:
+    """Run one attempt to its end and write ``ended.json``.
+
+    Every event is a line on stderr and in ``logs/supervisor.log``; the last one is the reason.
+
+    Returns:
+        DONE when the learner completed; INTERRUPTED when it stopped on request, its state durable;
+        BAD_INPUT when it refused its input; else FAILED.
+    """
+    publish_json(attempt.plan, plan.to_json())
+    publish_json(
+        attempt.path / "started.json",
+        {
+            "job_id": launcher.job_id,
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "time": time.time(),
+        },
+    )
+    with EventLog(attempt.path / "logs" / "supervisor.log") as log:
+        return _Supervisor(plan, attempt, launcher, flag, log).run()
+
+
+class EventLog:
+    """One line an event: to a file with its time, and to stderr."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __call__(self, message: str) -> None:
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n"
+        self._file.write(line)
+        sys.stderr.write(line)
+        sys.stderr.flush()
+
+
+@dataclass
+class _Step:
+    """A step that is to run: the world of a component, or one of its replicas."""
+
+    component: ComponentPlan
+    replica: int | None
+    handle: StepHandle | None = None
+    started: float = 0.0  # monotonic
+    start_again_at: float | None = None  # monotonic
+    deaths_in_row: int = 0
+
+    @property
+    def name(self) -> str:
+        return step_name(self.component.name, self.replica)
+
+
+class _Supervisor:
+    def __init__(
+        self, plan: JobPlan, attempt: Attempt, launcher: StepLauncher, flag: StopFlag, log: EventLog
+    ) -> None:
+        self._attempt = attempt
+        self._launcher = launcher
+        self._flag = flag
+        self._log = log
+        self._drain_s = float(plan.signal_delay_s)
+        self._steps = [
+            _Step(component, replica)
+            for component in plan.components
+            for replica in (range(component.replicas) if component.replicated else [None])
+        ]
+
+    def run(self) -> ExitCode:
+        self._log(
+            f"attempt {self._attempt.number}: job {self._launcher.job_id}, supervisor on "
+            f"{os.uname().nodename}, pid {os.getpid()}"
+        )
+        try:
+            ending = self._watch()
+        except BaseException as error:
+            self._end_all()
+            ending = Diagnosis(
+                f"the supervisor failed: {type(error).__name__}: {error}",
+                ExitCode.FAILED,
+                component="supervisor",
+                node=os.uname().nodename,
+            )
+            self._finish(ending)
+            raise
+        self._end_all()
+        self._finish(ending)
+        return ending.exit_code
+
+    def _watch(self) -> Diagnosis:
+        """Start every step; return why the attempt ends."""
+        for step in self._steps:
+            self._start(step)
+        drain_until: float | None = None
+        while True:
+            for step in self._steps:
+                ended = step.handle.poll() if step.handle else None
+                if ended is not None:
+                    step.handle = None
+                    ending = self._ended(step, ended)
+                    if ending is not None:
+                        return ending
+            if self._flag.requested:
+                if drain_until is None:
+                    drain_until = time.monotonic() + self._drain_s
+                    self._ask_to_stop()
+                elif time.monotonic() >= drain_until:
+                    return self._interrupted(f"was not done within {self._drain_s:g} s")
+                elif sum(name == "SIGINT" for name, _ in self._flag.seen) > 1:
+                    return self._interrupted("was not waited for (second Ctrl-C)")
+            else:
+                self._start_again()
+            time.sleep(POLL_S)
+
+    def _start(self, step: _Step) -> None:
+        step.handle = self._launcher.start(step.component.name, step.replica)
+        step.started = time.monotonic()
+        step.start_again_at = None
+        self._log(f"{step.name}: started on {step.handle.nodes}")
+
+    def _start_again(self) -> None:
+        for step in self._steps:
+            if step.start_again_at is not None and time.monotonic() >= step.start_again_at:
+                self._start(step)
+
+    def _ask_to_stop(self) -> None:
+        self._log(f"{self._flag.reason}: asked the learner to stop at its next save point")
+        for step in self._steps:
+            if not step.component.replicated and step.handle is not None:
+                step.handle.terminate()
+
+    def _interrupted(self, how: str) -> Diagnosis:
+        progress = read_progress(self._attempt)
+        return Diagnosis(
+            f"{self._flag.reason}; the learner {how} and is ended, its last checkpoint stands",
+            ExitCode.INTERRUPTED,
+            component="learner",
+            phase=progress.phase,
+            step=progress.step,
+        )
+
+    def _ended(self, step: _Step, ended: StepExit) -> Diagnosis | None:
+        """Handle a step's end; return why the attempt ends, None if it goes on."""
+        if step.replica is not None:
+            return self._replica_ended(step, step.replica, ended)
+        name = step.component.name
+        progress = read_progress(self._attempt)
+        if ended.returncode == 0:
+            return Diagnosis(f"{name} completed", ExitCode.DONE, component=name, step=progress.step)
+        records = read_failures(self._attempt, name)
+        ending = diagnose(name, ended, records, progress)
+        if ending.exit_code == ExitCode.INTERRUPTED:
+            why = self._flag.reason or "a signal to its tasks"
+            return replace(ending, reason=f"{name} stopped on request ({why}), to be resumed")
+        if not records and ending.rank is not None:
+            log = self._attempt.log(name, ending.rank)
+            return replace(ending, reason=f"{ending.reason}; see {log}")
+        return ending
+
+    def _replica_ended(self, step: _Step, replica: int, ended: StepExit) -> Diagnosis | None:
+        component = step.component
+        records = read_failures(self._attempt, component.name)
+        own = {0: records[replica]} if replica in records else {}
+        death = diagnose(component.name, ended, own, read_progress(self._attempt), replica=replica)
+        # neither is of the next incarnation: nobody may take them for its own
+        endpoint_path(self._attempt, component.name, replica).unlink(missing_ok=True)
+        record = failure_path(self._attempt, component.name, replica)
+        if record.exists():
+            record.rename(record.with_suffix(f".{time.time():.0f}.dead"))
+
+        if self._flag.requested:
+            self._log(f"{death.reason}; not started again, the attempt is being stopped")
+            return None
+        lived = time.monotonic() - step.started
+        step.deaths_in_row = 1 if lived >= component.restart_reset_s else step.deaths_in_row + 1
+        if step.deaths_in_row > component.max_restarts:
+            reason = (
+                f"{death.reason}: death {step.deaths_in_row} in a row, "
+                f"{component.max_restarts} restarts are allowed; "
+                f"see {self._attempt.log(component.name, replica)}"
+            )
+            return replace(death, reason=reason, exit_code=ExitCode.FAILED)
+        asked = death.exit_code == ExitCode.INTERRUPTED
+        delay = STOPPED_RESTART_DELAY_S if asked else 0.0
+        step.start_again_at = time.monotonic() + delay
+        self._log(
+            f"{death.reason}; restart {step.deaths_in_row} of {component.max_restarts} in a row"
+            + (f", in {delay:g} s" if delay else "")
+        )
+        return None
+
+    def _end_all(self) -> None:
+        """End what is left: SIGTERM, and SIGKILL to what does not mind it."""
+        began = time.monotonic()
+        self._signal_all("terminate")
+        if not self._all_ended(TERM_GRACE_S):
+            self._log(f"killing {self._running()}: still there {TERM_GRACE_S:g} s after SIGTERM")
+            self._signal_all("kill")
+            if not self._all_ended(KILL_WAIT_S):
+                self._log(f"{self._running()} still there {KILL_WAIT_S:g} s after SIGKILL")
+        self._log(f"all steps ended in {time.monotonic() - began:.1f} s")
+
+    def _signal_all(self, how: str) -> None:
+        for step in self._steps:
+            if step.handle is not None:
+                getattr(step.handle, how)()
+
+    def _all_ended(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while True:
+            for step in self._steps:
+                if step.handle is not None and step.handle.poll() is not None:
+                    step.handle = None
+            if not self._running():
+                return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(POLL_S)
+
+    def _running(self) -> str:
+        return ", ".join(step.name for step in self._steps if step.handle is not None)
+
+    def _finish(self, ending: Diagnosis) -> None:
+        publish_json(
+            self._attempt.ended,
+            {
+                **asdict(ending),
+                "exit_code": int(ending.exit_code),
+                "signals": self._flag.seen,
+                "time": time.time(),
+            },
+        )
+        self._log(f"{ending.reason}; attempt {self._attempt.number} ends")

@@ -1,0 +1,89 @@
+from pathlib import Path
+
+from hpc_rlhf.errors import ExitCode
+from hpc_rlhf.fs import publish_json
+from hpc_rlhf.launch.diagnosis import (
+    FailureRecord,
+    Progress,
+    diagnose,
+    read_failures,
+    read_progress,
+)
+from hpc_rlhf.launch.steps import StepExit, TaskDeath
+from hpc_rlhf.run_dir import RunDir
+
+AT = Progress(7, "train")
+
+
+def record(rank: int, time: float, error: str = "ValueError: no") -> FailureRecord:
+    return FailureRecord(rank, f"node{rank}", "score", error, time)
+
+
+def test_killed_task_comes_before_the_peers_that_lost_it() -> None:
+    ended = StepExit(1, (TaskDeath(0, "node0", exit_code=1), TaskDeath(1, "node1", signal=9)))
+    found = diagnose("learner", ended, {0: record(0, 5.0, "RuntimeError: connection reset")}, AT)
+    assert found.reason == (
+        "learner rank 1 on node1 was killed by signal 9 (SIGKILL) in phase train of step 7"
+    )
+    assert (found.rank, found.node, found.phase, found.step) == (1, "node1", "train", 7)
+    assert found.exit_code is ExitCode.FAILED
+
+
+def test_first_exception_comes_before_later_ones() -> None:
+    ended = StepExit(1, (TaskDeath(2, "node2", exit_code=1),))
+    records = {2: record(2, 9.0, "RuntimeError: connection reset"), 0: record(0, 8.5)}
+    found = diagnose("learner", ended, records, AT)
+    assert found.reason == "learner rank 0 on node0 failed in phase score of step 7: ValueError: no"
+
+
+def test_abort_of_a_peer_is_a_consequence() -> None:
+    ended = StepExit(134, (TaskDeath(1, "node1", signal=6), TaskDeath(0, "node0", exit_code=1)))
+    found = diagnose("learner", ended, {0: record(0, 8.5)}, AT)
+    assert found.rank == 0
+
+
+def test_out_of_memory_node_failure_and_plain_exit() -> None:
+    oom = StepExit(137, (TaskDeath(3, "n3", signal=9, cause="out of memory"),))
+    assert diagnose("learner", oom, {}, Progress()).reason == (
+        "learner rank 3 on n3 was killed by signal 9 (SIGKILL, out of memory)"
+    )
+    node = StepExit(1, (TaskDeath(None, "n3", cause="its node failed"),))
+    assert diagnose("learner", node, {}, AT).reason == (
+        "learner on n3 ended: its node failed in phase train of step 7"
+    )
+    code = StepExit(3, (TaskDeath(0, "n0", exit_code=3),))
+    assert (
+        diagnose("learner", code, {}, Progress()).reason
+        == "learner rank 0 on n0 exited with code 3"
+    )
+    srun = StepExit(1, detail="srun: Requested nodes are busy")
+    assert diagnose("learner", srun, {}, Progress()).reason == (
+        "learner ended with exit code 1: srun: Requested nodes are busy"
+    )
+
+
+def test_replica_is_named_by_its_number_and_has_no_phase() -> None:
+    ended = StepExit(137, (TaskDeath(0, "n4", signal=9),))
+    found = diagnose("sampler", ended, {}, AT, replica=2)
+    assert found.reason == "sampler replica 2 on n4 was killed by signal 9 (SIGKILL)"
+    assert (found.rank, found.phase) == (2, None)
+
+
+def test_exit_codes() -> None:
+    codes = {code: diagnose("learner", StepExit(code), {}, AT).exit_code for code in (0, 2, 75, 9)}
+    assert codes == {0: 0, 2: ExitCode.BAD_INPUT, 75: ExitCode.INTERRUPTED, 9: ExitCode.FAILED}
+    # asked to stop before it had a handler for that
+    for number in (15, 12):
+        assert diagnose("learner", StepExit(128 + number), {}, AT).exit_code == ExitCode.INTERRUPTED
+
+
+def test_reading(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).new_attempt()
+    assert read_progress(attempt) == Progress()
+    publish_json(attempt.progress, {"step": 3, "phase": "rollout", "time": 1.0})
+    assert read_progress(attempt) == Progress(3, "rollout")
+    value = {"component": "learner", "rank": 12, "node": "n", "phase": None, "error": "E: x"}
+    publish_json(attempt.failures / "learner-12.json", {**value, "traceback": "...", "time": 4.5})
+    publish_json(attempt.failures / "sampler-0.json", {**value, "rank": 0})
+    (attempt.failures / "learner-1.json").write_text("{")  # a process that died while it wrote
+    assert read_failures(attempt, "learner") == {12: FailureRecord(12, "n", None, "E: x", 4.5)}
