@@ -1,0 +1,151 @@
+"""What the learner's tests share: an experience, and its loss in plain torch on Hugging Face."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpc_rlhf.config import LearnerConfig, LossMean, OptimizerConfig, ParallelConfig, Recompute
+from hpc_rlhf.learner.trainer import Trainer
+from hpc_rlhf.models.hf_layout import HfModelSpec
+from hpc_rlhf.models.megatron import (
+    PolicyModel,
+    build_model,
+    hf_tensors,
+    initialize_model_parallel,
+    load_hf,
+)
+from hpc_rlhf.types import Completion, Experience, Prompt, Rollout, VersionSpan
+
+TEMPERATURE = 0.7
+MAX_NEW_TOKENS = 16
+CLIP = (0.2, 0.3)
+KL_COEF = 0.05
+
+
+def rollouts(samples: int = 12, group: int = 4, seed: int = 0) -> tuple[Rollout, ...]:
+    """Sequences of 11 to 20 input positions, so that none shares a micro-batch of 20 tokens."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(samples):
+        prompt, completion = int(rng.integers(6, 9)), int(rng.integers(6, 13))
+        made.append(
+            Rollout(
+                prompt=Prompt(uid=f"p{i // group}", token_ids=_ids(rng, prompt)),
+                sample_index=i % group,
+                step=0,
+                completion=Completion(
+                    token_ids=_ids(rng, completion),
+                    logprobs=np.full(completion, -5.0, np.float32),
+                    finish_reason="stop",
+                    versions=(VersionSpan(version=0, start=0, end=completion),),
+                    seed=i,
+                ),
+            )
+        )
+    return tuple(made)
+
+
+def experience(directory: Path, seed: int = 0) -> Experience:
+    """Old log-probs are near the model's own, so that some tokens are clipped and others not."""
+    rng = np.random.default_rng(seed + 1)
+    samples = rollouts(seed=seed)
+    model = hf_model(directory)
+    with torch.no_grad():
+        own = [hf_log_probs(model, r)[0].numpy() for r in samples]
+    return Experience(
+        rollouts=samples,
+        rewards=rng.random(len(samples)).astype(np.float32),
+        old_logprobs=tuple(_near(rng, lp, 0.3) for lp in own),
+        ref_logprobs=tuple(_near(rng, lp, 0.5) for lp in own),
+    )
+
+
+def hf_model(directory: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def hf_log_probs(model: torch.nn.Module, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tempered log-probs and entropies [T] of one completion, unpacked and unpadded."""
+    ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
+    logits = model(ids[None]).logits[0, :-1] / TEMPERATURE
+    table = logits.log_softmax(-1)[len(rollout.prompt.token_ids) - 1 :]
+    targets = torch.from_numpy(rollout.completion.token_ids.astype(np.int64))
+    entropy = -(table.exp() * table).sum(-1)
+    return table.gather(1, targets[:, None])[:, 0], entropy
+
+
+def hf_loss(
+    model: torch.nn.Module, batch: Experience, advantages: list[float], loss_mean: LossMean
+) -> torch.Tensor:
+    """GRPO with the k3 penalty in the loss, written from the papers, one sequence at a time."""
+    assert batch.ref_logprobs is not None
+    per_sequence = []
+    for rollout, a, old, ref in zip(
+        batch.rollouts, advantages, batch.old_logprobs, batch.ref_logprobs, strict=True
+    ):
+        new = hf_log_probs(model, rollout)[0]
+        ratio = (new - torch.from_numpy(old)).exp()
+        clipped = ratio.clamp(1 - CLIP[0], 1 + CLIP[1])
+        surrogate = torch.minimum(ratio * a, clipped * a)
+        d = torch.from_numpy(ref) - new
+        per_sequence.append(-surrogate + KL_COEF * (d.exp() - d - 1))
+    lengths = [len(t) for t in per_sequence]
+    match loss_mean:
+        case LossMean.TOKEN:
+            return torch.cat(per_sequence).mean()
+        case LossMean.SEQUENCE:
+            return torch.stack([t.mean() for t in per_sequence]).mean()
+        case LossMean.CONSTANT:
+            return torch.cat(per_sequence).sum() / (len(lengths) * MAX_NEW_TOKENS)
+
+
+def make_trainer(
+    directory: Path,
+    parallel: ParallelConfig,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    micro_batch_tokens: int = 48,
+    dtype: torch.dtype = torch.float32,
+    recompute: Recompute = Recompute.NONE,
+    total_steps: int = 100,
+) -> Trainer:
+    """A trainer on this rank, with the weights of ``directory``; makes Megatron's groups."""
+    if not torch.distributed.is_initialized():
+        raise RuntimeError("call it inside run_ranks")
+    initialize_model_parallel(parallel, seed=1, timeout_s=60)
+    spec = HfModelSpec.from_directory(directory)
+    model = build_model(spec, parallel, dtype=dtype, recompute=recompute)
+    load_hf(model, directory)
+    return Trainer(
+        model,
+        LearnerConfig(
+            parallel=parallel,
+            optimizer=optimizer or OptimizerConfig(),
+            micro_batch_tokens=micro_batch_tokens,
+            logprob_chunk_tokens=16,
+            recompute=recompute,
+        ),
+        total_steps=total_steps,
+        temperature=TEMPERATURE,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+
+
+def whole_tensors(
+    model: PolicyModel, of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda p: p
+) -> dict[str, torch.Tensor]:
+    """This stage's tensors under their Hugging Face names; copies. Collective over TP."""
+    return {name: tensor.clone() for name, tensor in hf_tensors(model, of)}
+
+
+def _ids(rng: np.random.Generator, n: int) -> np.ndarray:
+    return rng.integers(3, 260, n).astype(np.int32)
+
+
+def _near(rng: np.random.Generator, values: np.ndarray, scale: float) -> np.ndarray:
+    return (values + scale * rng.standard_normal(len(values))).astype(np.float32)

@@ -1,0 +1,347 @@
+"""Checkpoints: resuming is exact, other layouts can load them, broken ones are skipped and kept."""
+
+import errno
+import json
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from hpc_rlhf.checkpoint import manifest
+from hpc_rlhf.checkpoint.manager import CheckpointManager
+from hpc_rlhf.config import AlgorithmConfig, KlConfig, OptimizerConfig, ParallelConfig, Schedule
+from hpc_rlhf.errors import ComponentError
+from hpc_rlhf.learner.algorithms import make_algorithm
+from hpc_rlhf.learner.trainer import Trainer
+from hpc_rlhf.run_dir import RunDir
+from hpc_rlhf.types import Experience
+from tests.distributed.learner_fixtures import experience, make_trainer, whole_tensors
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+ADAM = OptimizerConfig(
+    lr=1e-3, warmup_steps=2, schedule=Schedule.LINEAR, weight_decay=0.1, eps=1e-5
+)
+RUN_STATE = {"step": 2, "cursor": {"epoch": 1, "position": 17}, "frozen": ["abc"]}
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_models: dict[str, Path]) -> Experience:
+    return experience(tiny_models["llama"])
+
+
+@pytest.fixture(scope="module")
+def directory(tiny_models: dict[str, Path]) -> Path:
+    return tiny_models["llama"]
+
+
+def _trainer(directory: Path, parallel: ParallelConfig, **options: Any) -> Trainer:
+    return make_trainer(directory, parallel, optimizer=ADAM, total_steps=20, **options)
+
+
+def _learn(trainer: Trainer, batch: Experience, updates: int) -> list[dict[str, float]]:
+    algorithm = make_algorithm(
+        AlgorithmConfig(kl=KlConfig(coef=0.05), epochs=1, mini_batches=2)  # two steps an update
+    )
+    return [trainer.update(algorithm, batch) for _ in range(updates)]
+
+
+def _draws() -> list[Any]:
+    """The next numbers of every random stream."""
+    with get_cuda_rng_tracker().fork():
+        megatron = torch.rand(2).tolist()
+    return [
+        random.gauss(0, 1),
+        random.random(),
+        np.random.standard_normal(),
+        np.random.random(),
+        torch.rand(2).tolist(),
+        megatron,
+    ]
+
+
+def _seed_streams() -> None:
+    """Streams that differ by rank, each in the middle of a pair of Gaussians."""
+    rank = torch.distributed.get_rank()
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    random.gauss(0, 1)
+    np.random.standard_normal()
+
+
+def _bits(trainer: Trainer) -> dict[str, bytes]:
+    """Weights, master weights and moments of this rank's part of the model."""
+    bits = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{name}/{key}", inner)
+        elif isinstance(getattr(value, "data", None), torch.Tensor):
+            bits[name] = value.data.detach().float().numpy().tobytes()
+
+    walk("", trainer.sharded_state_dict(is_loading=False))
+    assert len(bits) == 4 * len(list(trainer.model.parameters()))
+    return bits
+
+
+@pytest.mark.parametrize(
+    ("parallel", "dp", "dtype"),
+    [
+        pytest.param(ParallelConfig(tensor=2), 1, torch.float32, id="tp2"),
+        pytest.param(ParallelConfig(pipeline=2), 1, torch.float32, id="pp2"),
+        pytest.param(ParallelConfig(), 2, torch.float32, id="dp2"),
+        pytest.param(ParallelConfig(), 2, torch.bfloat16, id="dp2-bf16"),
+    ],
+)
+def test_resuming_is_bitwise_exact(
+    directory: Path,
+    batch: Experience,
+    tmp_path: Path,
+    parallel: ParallelConfig,
+    dp: int,
+    dtype: torch.dtype,
+) -> None:
+    """Two updates, save, two updates; a fresh process that loads makes the same last two."""
+    world = parallel.tensor * parallel.pipeline * dp
+
+    def uninterrupted() -> tuple[Any, ...]:
+        trainer = _trainer(directory, parallel, dtype=dtype)
+        _seed_streams()
+        _learn(trainer, batch, 2)
+        CheckpointManager(RunDir(tmp_path), keep=2).save(2, trainer, RUN_STATE)
+        return _learn(trainer, batch, 2), _bits(trainer), _draws()
+
+    def resumed() -> tuple[Any, ...]:
+        trainer = _trainer(directory, parallel, dtype=dtype)
+        manager = CheckpointManager(RunDir(tmp_path), keep=2)
+        assert manager.latest(verify=True) == 2
+        assert manager.load(2, trainer, verify=True) == RUN_STATE
+        assert trainer.num_steps == 4
+        return _learn(trainer, batch, 2), _bits(trainer), _draws()
+
+    expected, found = run_ranks(uninterrupted, world), run_ranks(resumed, world)
+    for rank in range(world):
+        assert found[rank] == expected[rank], f"rank {rank}"
+    assert len({json.dumps(draws) for _, _, draws in expected}) == world, "streams differ by rank"
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+
+
+def test_another_layout_loads_it(directory: Path, batch: Experience, tmp_path: Path) -> None:
+    """Saved at TP=2 x DP=2, loaded at PP=2: weights bit by bit, further losses within rounding."""
+
+    def saves() -> tuple[Any, ...]:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        _learn(trainer, batch, 1)
+        CheckpointManager(RunDir(tmp_path), keep=2).save(1, trainer, RUN_STATE)
+        return whole_tensors(trainer.model), _learn(trainer, batch, 2)
+
+    def loads() -> tuple[Any, ...]:
+        trainer = _trainer(directory, ParallelConfig(pipeline=2, tensor=1))
+        manager = CheckpointManager(RunDir(tmp_path), keep=2)
+        assert manager.load(1, trainer) == RUN_STATE
+        return whole_tensors(trainer.model), _learn(trainer, batch, 2)
+
+    weights, course = run_ranks(saves, 4)[0]
+    found = {}
+    for loaded, resumed in run_ranks(loads, 2):
+        found |= loaded
+        for now, before in zip(resumed, course, strict=True):
+            assert now["loss"] == pytest.approx(before["loss"], abs=1e-4)
+            assert now["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
+            assert now["lr"] == before["lr"]
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.fixture(scope="module")
+def saved(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with whole checkpoints of steps 1, 2 and 3, of two ranks."""
+    run = tmp_path_factory.mktemp("saved")
+
+    def saves() -> None:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        manager = CheckpointManager(RunDir(run), keep=0)
+        for step in (1, 2, 3):
+            manager.save(step, trainer, {"step": step})
+
+    run_ranks(saves, 2)
+    return run
+
+
+def _largest_shard(checkpoint: Path) -> Path:
+    return max(checkpoint.glob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def _flip_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _latest(run: Path, *, verify: bool) -> tuple[int | None, list[str]]:
+    """`latest` of two ranks with rank 0's warnings."""
+
+    def look() -> tuple[int | None, list[str]]:
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("hpc_rlhf.checkpoint.manager").addHandler(handler)
+        return CheckpointManager(RunDir(run), keep=1).latest(verify=verify), records
+
+    (first, warnings), (second, silence) = run_ranks(look, 2)
+    assert first == second
+    assert silence == []
+    return first, warnings
+
+
+def test_broken_checkpoints_are_skipped_and_said_and_kept(saved: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    checkpoints = run / "checkpoints"
+    assert _latest(run, verify=True) == (3, [])
+
+    flipped = _largest_shard(checkpoints / "step_3")
+    _flip_byte(flipped)
+    assert _latest(run, verify=False) == (3, []), "sizes cannot tell"
+    found, (warning,) = _latest(run, verify=True)
+    assert found == 2
+    assert "step_3 is broken" in warning
+    assert f"{flipped.name}: sha256" in warning
+
+    shard = _largest_shard(checkpoints / "step_2")
+    size = shard.stat().st_size
+    with shard.open("r+b") as file:
+        file.truncate(size - 1)
+    (checkpoints / "step_3" / manifest.MANIFEST).unlink()
+    found, warnings = _latest(run, verify=False)
+    assert found == 1
+    assert "manifest.json is missing" in warnings[0]
+    assert f"{shard.name}: {size - 1} bytes, expected {size}" in warnings[1]
+
+    (checkpoints / "step_1" / manifest.MANIFEST).write_text("{}")
+    found, warnings = _latest(run, verify=False)
+    assert found is None
+    assert "not a manifest" in warnings[2]
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step_1", "step_2", "step_3"]
+
+
+def test_a_broken_checkpoint_is_not_loaded(saved: Path, directory: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    (run / "checkpoints/step_3/state.h5").unlink()
+
+    def loads() -> str:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        with pytest.raises(ComponentError) as raised:
+            CheckpointManager(RunDir(run), keep=1).load(3, trainer)
+        return str(raised.value)
+
+    for message in run_ranks(loads, 2):
+        assert "step_3 is not whole: state.h5: No such file" in message
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    saved: Path, tiny_models: dict[str, Path]
+) -> None:
+    def loads() -> str:
+        trainer = _trainer(tiny_models["qwen3"], ParallelConfig(tensor=2))
+        with pytest.raises(ComponentError) as raised:
+            CheckpointManager(RunDir(saved), keep=0).load(3, trainer)
+        return str(raised.value)
+
+    for message in run_ranks(loads, 2):
+        assert "q_layernorm" in message
+
+
+def test_retention_counts_whole_ones_only(saved: Path, directory: Path, tmp_path: Path) -> None:
+    """The newest two whole ones stay; a broken one neither counts nor goes."""
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step_2" / manifest.MANIFEST).unlink()
+    for name in (".step_4.tmp-1-aa", ".step_4.tmp-2-bb"):  # of attempts 1 and 2
+        (checkpoints / name).mkdir()
+
+    def saves() -> None:
+        trainer = _trainer(directory, ParallelConfig())
+        CheckpointManager(RunDir(run), keep=2, attempt=2).save(4, trainer, {})
+
+    run_ranks(saves, 1)
+    names = sorted(p.name for p in checkpoints.iterdir())
+    assert names == [".step_4.tmp-2-bb", "step_2", "step_3", "step_4"]
+
+
+def test_saving_a_step_again_puts_the_old_one_aside(
+    saved: Path, directory: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    checkpoints = run / "checkpoints"
+    _flip_byte(_largest_shard(checkpoints / "step_3"))
+
+    def saves() -> None:
+        trainer = _trainer(directory, ParallelConfig())
+        CheckpointManager(RunDir(run), keep=0).save(3, trainer, {})
+
+    run_ranks(saves, 1)
+    assert manifest.problem(checkpoints / "step_3", digests=True) is None
+    (aside,) = checkpoints.glob(".step_3.replaced-*")
+    assert "sha256" in (manifest.problem(aside, digests=True) or "")
+
+
+@pytest.mark.parametrize(
+    ("where", "failing_rank"),
+    [("common", 0), ("shards", 0), ("shards", 1), ("digests", 1), ("state", 0)],
+)
+def test_a_failed_save_fails_on_every_rank_and_leaves_nothing(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, failing_rank: int
+) -> None:
+    """A full disk met by one rank: no rank waits for it, and no checkpoint seems to be there."""
+    target = {
+        "common": "hpc_rlhf.checkpoint.manager.TorchCommonSaveStrategy.save_common",
+        "shards": "hpc_rlhf.checkpoint.manager.FileSystemWriter.write_data",
+        "digests": "hpc_rlhf.checkpoint.manifest.describe",
+        "state": "hpc_rlhf.checkpoint.manager.write_state",
+    }[where]
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def saves() -> str:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        manager = CheckpointManager(RunDir(tmp_path), keep=1, timeout_s=30)
+        if torch.distributed.get_rank() == failing_rank:
+            monkeypatch.setattr(target, full)
+        with pytest.raises(ComponentError) as raised:
+            manager.save(1, trainer, {})
+        return str(raised.value)
+
+    for message in run_ranks(saves, 2, timeout_s=60):
+        assert "No space left on device" in message
+        assert f"rank {failing_rank}" in message
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_larger_world_continues_old_streams_and_seeds_new_ones(
+    saved: Path, directory: Path
+) -> None:
+    """Ranks 0 and 1 were saved; 2 and 3 are seeded, the same way at every load."""
+
+    def loads() -> list[Any]:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        CheckpointManager(RunDir(saved), keep=0).load(3, trainer)
+        return _draws()[:-1]  # Megatron's streams belong to the layout
+
+    once, again = run_ranks(loads, 4), run_ranks(loads, 4)
+    assert once == again
+    assert once[:2] == run_ranks(loads, 2)
+    assert len({json.dumps(draws) for draws in once[1:]}) == 3

@@ -1,0 +1,307 @@
+"""Optimizer steps against torch's AdamW, and what the trainer does when something is not finite."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_rlhf.config import (
+    AlgorithmConfig,
+    KlConfig,
+    LearnerConfig,
+    LossMean,
+    OptimizerConfig,
+    ParallelConfig,
+    Schedule,
+)
+from hpc_rlhf.errors import ComponentError
+from hpc_rlhf.learner.algorithms import Algorithm, make_algorithm
+from hpc_rlhf.learner.trainer import Trainer, mini_batch_plan
+from hpc_rlhf.models.megatron import build_model, load_hf
+from hpc_rlhf.types import Completion, Experience
+from tests.distributed.learner_fixtures import (
+    CLIP,
+    KL_COEF,
+    TEMPERATURE,
+    experience,
+    hf_loss,
+    hf_model,
+    make_trainer,
+    whole_tensors,
+)
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+ADAM = OptimizerConfig(
+    lr=1e-3,
+    min_lr=1e-4,
+    warmup_steps=1,
+    schedule=Schedule.COSINE,
+    beta1=0.8,
+    beta2=0.9,
+    eps=1e-5,  # above the rounding errors of gradients, which Adam would divide by themselves
+    weight_decay=0.1,
+    clip_grad=0.3,
+)
+TOTAL_STEPS = 6
+
+
+def _algorithm(**options: Any) -> Algorithm:
+    return make_algorithm(
+        AlgorithmConfig(
+            clip_low=CLIP[0],
+            clip_high=CLIP[1],
+            loss_mean=LossMean.TOKEN,
+            kl=KlConfig(coef=KL_COEF),
+            **options,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_models: dict[str, Path]) -> Experience:
+    return experience(tiny_models["qwen2-tied"])  # tied, with biases
+
+
+def _select(batch: Experience, indices: np.ndarray) -> Experience:
+    assert batch.ref_logprobs is not None
+    return Experience(
+        rollouts=tuple(batch.rollouts[i] for i in indices),
+        rewards=batch.rewards[indices],
+        old_logprobs=tuple(batch.old_logprobs[i] for i in indices),
+        ref_logprobs=tuple(batch.ref_logprobs[i] for i in indices),
+    )
+
+
+def _learning_rate(step: int) -> float:
+    """Of 0-based ``step``: one warm-up step at half the rate, then the cosine."""
+    if step == 0:
+        return ADAM.lr / 2
+    progress = (step - 1) / (TOTAL_STEPS - 1)
+    return ADAM.min_lr + 0.5 * (ADAM.lr - ADAM.min_lr) * (1 + math.cos(math.pi * progress))
+
+
+def test_steps_are_those_of_adamw(tiny_models: dict[str, Path], batch: Experience) -> None:
+    """Two epochs of two mini-batches: clipping, decay (not of norms and biases), LR schedule."""
+    directory = tiny_models["qwen2-tied"]
+    algorithm = _algorithm(epochs=2, mini_batches=2)
+    advantages = [float(a[0]) for a in algorithm.advantages(batch)]
+    reference = hf_model(directory)
+    matrices = [p for p in reference.parameters() if p.dim() > 1]
+    vectors = [p for p in reference.parameters() if p.dim() == 1]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(ADAM.beta1, ADAM.beta2),
+        eps=ADAM.eps,
+    )
+    norms = []
+    for step, indices in enumerate(mini_batch_plan(len(batch.rollouts), 2, 2, seed=(0, 0))):
+        for group in adamw.param_groups:
+            group["lr"] = _learning_rate(step)
+        adamw.zero_grad()
+        part, mine = _select(batch, indices), [advantages[i] for i in indices]
+        hf_loss(reference, part, mine, LossMean.TOKEN).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), ADAM.clip_grad).item())
+        adamw.step()
+    assert min(norms) > ADAM.clip_grad, "the reference never clips: the test shows nothing"
+    expected = {name: p.detach() for name, p in reference.named_parameters()}
+
+    def learn(parallel: ParallelConfig) -> tuple[dict[str, float], dict[str, torch.Tensor], int]:
+        trainer = make_trainer(directory, parallel, optimizer=ADAM, total_steps=TOTAL_STEPS)
+        stats = trainer.update(algorithm, batch)
+        return stats, whole_tensors(trainer.model), trainer.num_steps
+
+    for parallel, dp in [
+        (ParallelConfig(), 2),
+        (ParallelConfig(tensor=2, pipeline=2, sequence=True), 1),
+        (ParallelConfig(pipeline=2), 2),
+    ]:
+        for stats, weights, num_steps in run_ranks(
+            learn, parallel.tensor * parallel.pipeline * dp, parallel
+        ):
+            assert num_steps == 4
+            assert stats["lr"] == pytest.approx(_learning_rate(3))
+            assert stats["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+            assert stats["tokens"] == 2 * sum(len(r.token_ids) - 1 for r in batch.rollouts)
+            for name, weight in weights.items():
+                torch.testing.assert_close(weight, expected[name], atol=5e-6, rtol=0)
+
+
+def test_a_loss_that_is_not_finite_names_the_sample_and_changes_nothing(
+    tiny_models: dict[str, Path], batch: Experience
+) -> None:
+    old = [lp.copy() for lp in batch.old_logprobs]
+    old[5][2] = np.nan
+    broken = dataclasses.replace(batch, old_logprobs=tuple(old))
+
+    def learn() -> tuple[str, bool]:
+        trainer = make_trainer(tiny_models["qwen2-tied"], ParallelConfig(tensor=2))
+        before = whole_tensors(trainer.model)
+        with pytest.raises(ComponentError) as raised:
+            trainer.update(_algorithm(), broken)
+        after = whole_tensors(trainer.model)
+        return str(raised.value), all(torch.equal(after[n], before[n]) for n in before)
+
+    for message, unchanged in run_ranks(learn, 4):  # on every rank, of both data-parallel ones
+        assert "optimizer step 0: loss is nan; samples: p1#1. " in message
+        assert unchanged
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(
+    tiny_models: dict[str, Path], batch: Experience
+) -> None:
+    def learn() -> str:
+        trainer = make_trainer(tiny_models["qwen2-tied"], ParallelConfig())
+        weight = trainer.model.decoder.final_layernorm.weight
+        weight.register_hook(lambda gradient: gradient * math.inf)
+        with pytest.raises(ComponentError) as raised:
+            trainer.update(_algorithm(), batch)
+        assert trainer.num_steps == 0
+        return str(raised.value)
+
+    (message,) = run_ranks(learn, 1)
+    assert "gradient norm is" in message
+    assert "p0#0" in message
+    assert "and 4 more" in message
+
+
+def test_nothing_to_learn_is_an_error_and_empty_completions_are_not(
+    tiny_models: dict[str, Path], batch: Experience
+) -> None:
+    """Completions without a token have no loss, and log-probs of their own length."""
+    nothing = Completion(
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        finish_reason="abort",
+        versions=(),
+        seed=0,
+    )
+    rollouts = list(batch.rollouts)
+    rollouts[3] = dataclasses.replace(rollouts[3], completion=nothing)
+
+    def learn() -> dict[str, float]:
+        trainer = make_trainer(tiny_models["qwen2-tied"], ParallelConfig())
+        log_probs = trainer.log_probs(rollouts)
+        assert [len(lp) for lp in log_probs] == [len(r.completion.token_ids) for r in rollouts]
+        partly = Experience(
+            rollouts=tuple(rollouts),
+            rewards=batch.rewards,
+            old_logprobs=log_probs,
+            ref_logprobs=None,
+        )
+        stats = trainer.update(_algorithm(), dataclasses.replace(partly, ref_logprobs=log_probs))
+        with pytest.raises(ComponentError, match="no rollouts"):
+            trainer.update(_algorithm(), _select(batch, np.zeros(0, np.int64)))
+        with pytest.raises(ValueError, match="needs reference log-probs"):
+            trainer.update(_algorithm(), partly)
+        with pytest.raises(ComponentError, match="none of the sequences has a token"):
+            trainer.sft_step([(np.array([1, 2]), np.array([True, False]))])
+        return stats
+
+    (stats,) = run_ranks(learn, 1)
+    assert stats["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert stats["kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_supervised_steps(tiny_models: dict[str, Path], batch: Experience) -> None:
+    """The first loss is the cross-entropy of Hugging Face's model; repeating drives it down."""
+    directory = tiny_models["qwen2-tied"]
+    sequences = [
+        (r.token_ids, np.arange(len(r.token_ids)) >= len(r.prompt.token_ids))
+        for r in batch.rollouts[:6]
+    ]
+    reference, losses = hf_model(directory), []
+    for ids, mask in sequences:
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        table = (reference(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        losses.append(-table.gather(1, tokens[1:, None])[:, 0][torch.from_numpy(mask[1:])])
+    expected = torch.cat(losses).mean().item()
+
+    def learn() -> list[float]:
+        adam = OptimizerConfig(lr=3e-3)
+        trainer = make_trainer(directory, ParallelConfig(pipeline=2), optimizer=adam)
+        return [trainer.sft_step(sequences)["loss"] for _ in range(8)]
+
+    ranks = run_ranks(learn, 4)
+    assert ranks[0][0] == pytest.approx(expected, rel=1e-5)
+    assert ranks[0][-1] < 0.7 * ranks[0][0]
+    assert all(losses == ranks[0] for losses in ranks)
+
+
+def test_bfloat16_steps_accumulate_in_float32_master_weights(
+    tiny_models: dict[str, Path], batch: Experience
+) -> None:
+    """Updates too small for a bfloat16 weight are kept, in the state that checkpoints save."""
+    directory = tiny_models["qwen2-tied"]
+
+    def masters(trainer: Trainer) -> dict[Any, torch.Tensor]:
+        state = trainer.sharded_state_dict(is_loading=False)["optimizer"]["adam"]["param_state"]
+        return {index: tensors["param"].data.clone() for index, tensors in state.items()}
+
+    def moved(now: dict[Any, torch.Tensor], before: dict[Any, torch.Tensor]) -> float:
+        """Fraction of numbers that changed."""
+        assert now.keys() == before.keys()
+        changed = sum(int((now[key] != before[key]).sum()) for key in now)
+        return changed / sum(t.numel() for t in now.values())
+
+    def learn() -> tuple[dict[str, float], float, float, float]:
+        trainer = make_trainer(
+            directory,
+            ParallelConfig(tensor=2, pipeline=2, sequence=True),
+            optimizer=OptimizerConfig(lr=1e-7),
+            dtype=torch.bfloat16,
+        )
+        swept = zip(trainer.log_probs(batch.rollouts), reference, strict=True)
+        gap = max(float(np.abs(a - b).max()) for a, b in swept)
+        weights, before = whole_tensors(trainer.model), masters(trainer)
+        stats = trainer.update(_algorithm(), batch)
+        assert next(trainer.model.parameters()).dtype == torch.bfloat16
+        weights_moved = moved(whole_tensors(trainer.model), weights)
+        return stats, gap, weights_moved, moved(masters(trainer), before)
+
+    def sweep() -> Any:
+        return make_trainer(directory, ParallelConfig()).log_probs(batch.rollouts)
+
+    (reference,) = run_ranks(sweep, 1)
+    for stats, gap, weights_moved, masters_moved in run_ranks(learn, 4):
+        assert 0.0 < gap < 0.5
+        assert all(math.isfinite(value) for value in stats.values())
+        assert masters_moved > 0.5
+        assert weights_moved < 0.05
+
+
+def test_trainers_follow_each_other_in_one_process(
+    tiny_models: dict[str, Path], batch: Experience
+) -> None:
+    """A closed trainer leaves its model readable and nothing behind that the next one notices."""
+    directory = tiny_models["qwen2-tied"]
+
+    def alone() -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        trainer = make_trainer(directory, ParallelConfig(), optimizer=ADAM)
+        return trainer.update(_algorithm(), batch), whole_tensors(trainer.model)
+
+    def after_another() -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        first = make_trainer(directory, ParallelConfig(), optimizer=OptimizerConfig(lr=1e-2))
+        first.sft_step([(np.array([5, 6, 7]), np.array([False, True, True]))])
+        before = whole_tensors(first.model)
+        first.close()
+        assert all(torch.equal(t, before[n]) for n, t in whole_tensors(first.model).items())
+        model = build_model(first.model.spec, ParallelConfig(), dtype=torch.float32)
+        load_hf(model, directory)
+        second = Trainer(
+            model,
+            LearnerConfig(optimizer=ADAM, micro_batch_tokens=48, logprob_chunk_tokens=16),
+            total_steps=100,
+            temperature=TEMPERATURE,
+        )
+        return second.update(_algorithm(), batch), whole_tensors(model)
+
+    ((stats, weights),) = run_ranks(alone, 1)
+    ((stats_after, weights_after),) = run_ranks(after_another, 1)
+    assert stats_after == stats
+    assert all(torch.equal(weights_after[n], weights[n]) for n in weights)
