@@ -1,0 +1,116 @@
+"""Losses per token, and the weights that make one number of them. Pure functions of tensors.
+
+A mini-batch loss is ``sum(weight * token_loss)`` with weights computed once from the lengths of the
+*whole* mini-batch (:func:`sequence_weights`). The sum over any split of the tokens into
+micro-batches and ranks is therefore the same loss, with the same gradient.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpc_rlhf.config import KlEstimator, LossMean
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """Clipped surrogate of every token; zeros (ratio: ones) where the mask is False."""
+
+    loss: Tensor  # float32 [T]
+    ratio: Tensor  # float32 [T], new over old probability
+    clipped: Tensor  # bool [T], tokens whose gradient the clipping removed
+
+
+def sequence_weights(
+    lengths: Sequence[int], loss_mean: LossMean, max_new_tokens: int | None = None
+) -> NDArray[np.float64]:
+    """Weight of each token of each sequence, so that the weighted sum is the named mean.
+
+    * ``TOKEN``: ``1 / sum(lengths)`` (DAPO's token-level loss; TRL's ``dapo``).
+    * ``SEQUENCE``: ``1 / (N * length_i)`` (DeepSeekMath's GRPO, arXiv:2402.03300; TRL's ``grpo``).
+    * ``CONSTANT``: ``1 / (N * max_new_tokens)`` (Dr. GRPO, arXiv:2503.20783; TRL's ``dr_grpo``).
+
+    Args:
+        lengths: learned tokens of each of the N sequences of the mini-batch, over all ranks.
+
+    Returns:
+        float64 [N]; 0 for sequences of no tokens, which still count in N.
+
+    Raises:
+        ValueError: ``CONSTANT`` without ``max_new_tokens``.
+    """
+    n = np.asarray(lengths, np.float64)
+    if n.sum() == 0:
+        return np.zeros(len(n))
+    match loss_mean:
+        case LossMean.TOKEN:
+            weights = np.full(len(n), 1.0 / n.sum())
+        case LossMean.SEQUENCE:
+            weights = 1.0 / (len(n) * np.maximum(n, 1.0))
+        case LossMean.CONSTANT:
+            if max_new_tokens is None:
+                raise ValueError("LossMean.CONSTANT divides by max_new_tokens, which is not given")
+            weights = np.full(len(n), 1.0 / (len(n) * max_new_tokens))
+    return np.where(n > 0, weights, 0.0)
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """PPO's clipped surrogate, negated: ``-min(r A, clip(r, 1 - low, 1 + high) A)``.
+
+    Schulman et al., arXiv:1707.06347, eq. 7, with DAPO's separate upper bound. The gradient flows
+    through ``log_probs`` only.
+
+    Args:
+        log_probs: [T] of the policy being trained.
+        old_log_probs: [T] of the policy before this update.
+        advantages: [T].
+        mask: bool [T].
+    """
+    # Where before exp: garbage on masked positions must reach neither the loss nor, as 0 * inf, the
+    # gradient.
+    log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)
+    advantages = torch.where(mask, advantages, 0.0)
+    ratio = log_ratio.exp()
+    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss = -torch.minimum(ratio * advantages, bounded * advantages)
+    clipped = ((ratio < 1.0 - clip_low) & (advantages < 0)) | (
+        (ratio > 1.0 + clip_high) & (advantages > 0)
+    )
+    return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=clipped)
+
+
+def kl_penalty(
+    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimator: KlEstimator
+) -> Tensor:
+    """Per-token estimate [T] of KL(policy || reference) on tokens sampled from the policy.
+
+    Schulman, "Approximating KL Divergence" (2020), with ``d = log p_ref - log p``:
+    k1 ``-d``, k2 ``d^2 / 2``, k3 ``exp(d) - d - 1``.
+
+    As a *loss* only k2 and k3 pull towards the reference (k2 with the gradient of the reverse KL,
+    on policy); the gradient of k1 is the bare score function, zero in expectation.
+    """
+    d = torch.where(mask, ref_log_probs - log_probs, 0.0)
+    match estimator:
+        case KlEstimator.K1:
+            return -d
+        case KlEstimator.K2:
+            return 0.5 * d.square()
+        case KlEstimator.K3:
+            return d.exp() - d - 1.0
+
+
+def sft_loss(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Negative log-likelihood per token [T], 0 where the mask is False."""
+    return torch.where(mask, -log_probs, 0.0)

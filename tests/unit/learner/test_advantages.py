@@ -1,0 +1,68 @@
+"""Group-relative advantages against numbers worked by hand and TRL's formulas."""
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_rlhf.learner.advantages import grpo, rloo
+
+REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 3.0], np.float32)
+GROUPS = np.array([7, 7, 7, 7, 2, 2])
+
+
+def test_grpo_without_std_by_hand() -> None:
+    got = grpo(REWARDS, GROUPS, normalize_std=False)
+    assert got.tolist() == [0.5, -0.5, -0.5, 0.5, 1.0, -1.0]
+    assert got.dtype == np.float32
+
+
+def test_grpo_with_std_by_hand() -> None:
+    got = grpo(REWARDS, GROUPS, normalize_std=True)
+    first = 0.5 / (np.sqrt(1 / 3) + 1e-4)  # sample variance of 1, 0, 0, 1 is 1/3
+    second = 1.0 / (np.sqrt(2.0) + 1e-4)
+    assert got.tolist() == pytest.approx([first, -first, -first, first, second, -second])
+
+
+def test_rloo_by_hand() -> None:
+    got = rloo(REWARDS, GROUPS)
+    third = 1 / 3
+    assert got.tolist() == pytest.approx([1 - third, -2 * third, -2 * third, 1 - third, 2.0, -2.0])
+
+
+@pytest.mark.parametrize("rewards", [[4.0], [0.1, 0.1, 0.1]])
+def test_nothing_to_learn_from_one_sample_or_equal_rewards(rewards: list[float]) -> None:
+    r, g = np.array(rewards, np.float32), np.zeros(len(rewards), np.int64)
+    zeros = [0.0] * len(rewards)
+    assert grpo(r, g, normalize_std=True).tolist() == zeros
+    assert grpo(r, g, normalize_std=False).tolist() == zeros
+    assert rloo(r, g).tolist() == zeros
+
+
+def test_groups_need_not_be_contiguous_or_equal_in_size() -> None:
+    order = np.array([4, 0, 1, 5, 3, 2])
+    for estimate in (lambda r, g: grpo(r, g, normalize_std=True), rloo):
+        whole = estimate(REWARDS, GROUPS)
+        assert estimate(REWARDS[order], GROUPS[order]).tolist() == whole[order].tolist()
+
+
+def test_against_trl() -> None:
+    """TRL 1.16's GRPOTrainer and RLOOTrainer, `_generate_and_score_completions`, groups of 4.
+
+    Its `nanstd` is the sample standard deviation, as torch.std is.
+    """
+    grouped = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    mean = grouped.mean(1, keepdim=True)
+    expected_grpo = (grouped - mean) / (grouped.std(1, keepdim=True) + 1e-4)
+    baselines = (grouped.sum(1, keepdim=True) - grouped) / 3
+    rewards, groups = grouped.flatten().numpy(), np.repeat(np.arange(5), 4)
+    np.testing.assert_allclose(
+        grpo(rewards, groups, normalize_std=True), expected_grpo.flatten().numpy(), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        rloo(rewards, groups), (grouped - baselines).flatten().numpy(), atol=1e-6
+    )
+
+
+def test_excluded_rewards_must_have_been_left_out() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        rloo(np.array([1.0, np.nan]), np.array([0, 0]))
