@@ -1,0 +1,56 @@
+"""A checkpoint directory is whole or says which file is not."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rlhf.checkpoint import manifest
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    directory = tmp_path / "step_3"
+    directory.mkdir()
+    for name, content in (("__0_0.distcp", b"tensors"), ("state.h5", b"state")):
+        (directory / name).write_bytes(content)
+    files = [manifest.describe(file) for file in directory.iterdir()]
+    manifest.publish_manifest(directory, 3, 2, files)
+    return directory
+
+
+def test_a_whole_one_has_no_problem(whole: Path) -> None:
+    assert manifest.problem(whole) is None
+    assert manifest.problem(whole, digests=True) is None
+    read = manifest.read_manifest(whole)
+    assert (read.step, read.world_size) == (3, 2)
+    assert [(f.name, f.size) for f in read.files] == [("__0_0.distcp", 7), ("state.h5", 5)]
+
+
+def test_problems_name_the_file(whole: Path) -> None:
+    shard = whole / "__0_0.distcp"
+    shard.write_bytes(b"tensorS")
+    assert manifest.problem(whole) is None
+    assert (manifest.problem(whole, digests=True) or "").startswith("__0_0.distcp: sha256")
+    shard.write_bytes(b"tensor")
+    assert manifest.problem(whole) == "__0_0.distcp: 6 bytes, expected 7"
+    shard.unlink()
+    assert manifest.problem(whole) == "__0_0.distcp: No such file or directory"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 3}', '{"files": [{"name": "x"}]}'])
+def test_a_manifest_that_is_none_is_a_problem(whole: Path, text: str) -> None:
+    (whole / manifest.MANIFEST).write_text(text)
+    assert (manifest.problem(whole) or "").startswith("manifest.json")
+
+
+def test_without_a_manifest_the_save_did_not_end(whole: Path) -> None:
+    (whole / manifest.MANIFEST).unlink()
+    assert "did not end" in (manifest.problem(whole) or "")
+
+
+def test_steps_are_numbers_newest_first_and_nothing_else(tmp_path: Path) -> None:
+    assert manifest.steps(tmp_path / "none") == []
+    for name in ("step_2", "step_10", ".step_11.tmp-1-ab", "step_x", "step_3.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_12").write_text("a file")
+    assert manifest.steps(tmp_path) == [10, 2]
