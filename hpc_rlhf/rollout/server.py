@@ -1,0 +1,212 @@
+"""One sampler replica: vLLM's OpenAI-compatible server in this process, guarded and published."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from hpc_rlhf.cluster import device
+from hpc_rlhf.cluster.rendezvous import Endpoint, endpoint_path, publish_endpoint, read_endpoints
+from hpc_rlhf.cluster.world import World
+from hpc_rlhf.config import ModelConfig, SamplerConfig
+from hpc_rlhf.errors import ComponentError, WaitTimeout
+from hpc_rlhf.rollout.auth import TOKEN_FILE_VARIABLE, read_token
+from hpc_rlhf.rollout.client import MODEL_NAME, SamplerClient
+from hpc_rlhf.rollout.sampler import COMPONENT
+from hpc_rlhf.run_dir import Attempt
+from hpc_rlhf.sync.vllm_plugin import BACKEND, WORKER_EXTENSION
+
+Weights = Literal["synced", "model"]
+
+_CHILD_POLL_S = 0.2
+_HEALTH_POLL_S = 0.1
+_STOP_TIMEOUT_S = 10.0  # from the end of the engine to that of the server
+
+
+def serve(
+    *,
+    attempt: Attempt,
+    token_file: Path,
+    replica: int,
+    world: World,
+    address: str,
+    model: ModelConfig,
+    sampler: SamplerConfig,
+    weights: Weights = "synced",
+) -> None:
+    """Serve until SIGTERM; then return.
+
+    Args:
+        token_file: holds the bearer token, mode 0600.
+        address: of this node, as peers reach it.
+        weights: "synced": start with random ones, since nothing is sampled before the learner's
+            first sync, which brings every tensor of the checkpoint (the receiver checks that). It
+            spares reading the model from the filesystem once per replica. "model": load them.
+
+    Raises:
+        UserError: bad token file, or the engine cannot run this model here.
+        ComponentError: the engine died.
+        WaitTimeout: the server was not healthy within ``sampler.start_timeout_s``.
+    """
+    token = read_token(token_file)
+    started = time.time()
+    _set_environment(_environment(address, token_file, sampler))
+
+    import uvloop  # after the environment: vLLM reads it while it is imported
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    arguments = parser.parse_args(_arguments(address, model, sampler, weights))
+    validate_parsed_serve_args(arguments)
+
+    class Stopped(BaseException):
+        """SIGTERM before vLLM handles it."""
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+    # The loop is not closed: closing waits for vLLM's own tasks, which wait for ever on an engine
+    # that has died. The process ends right after this function.
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    incarnation = uuid.uuid4().hex
+    try:
+        url, sock = entry.setup_server(arguments, reuse_port=False)
+        arguments.port = sock.getsockname()[1]
+        endpoint = Endpoint(
+            component=COMPONENT,
+            replica=replica,
+            url=f"http://{address}:{arguments.port}",
+            host=world.node,
+            pid=os.getpid(),
+            incarnation=incarnation,
+            job_id=world.job_id,
+            attempt=world.attempt,
+            started=started,
+        )
+        run = _run(entry, arguments, url, sock, attempt, endpoint, token, sampler.start_timeout_s)
+        loop.run_until_complete(run)
+    except Stopped:
+        pass
+    finally:
+        _withdraw(attempt, replica, incarnation)
+
+
+async def _run(
+    entry: object,
+    arguments: Namespace,
+    url: str,
+    sock: socket.socket,
+    attempt: Attempt,
+    endpoint: Endpoint,
+    token: str,
+    start_timeout_s: float,
+) -> None:
+    """Run the server, its publisher and the watch over its engine until one of them ends it all."""
+    serving = asyncio.ensure_future(entry.run_server_worker(url, sock, arguments))  # type: ignore[attr-defined]
+    publishing = asyncio.ensure_future(_publish(attempt, endpoint, token, start_timeout_s))
+    watching = asyncio.ensure_future(_watch_engine(serving))
+    waiting = {serving, publishing, watching}
+    while not serving.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+
+async def _publish(
+    attempt: Attempt, endpoint: Endpoint, token: str, start_timeout_s: float
+) -> None:
+    """Publish the endpoint as soon as the server answers that it is healthy."""
+    deadline = time.monotonic() + start_timeout_s
+    async with SamplerClient(endpoint, token) as client:
+        while not await client.healthy():
+            if time.monotonic() > deadline:
+                raise WaitTimeout(
+                    f"waited {start_timeout_s:g} s for sampler {endpoint.replica} to be healthy"
+                )
+            await asyncio.sleep(_HEALTH_POLL_S)
+    publish_endpoint(attempt, endpoint)
+
+
+async def _watch_engine(serving: "asyncio.Future[None]") -> None:
+    """Raise when an engine process has died: the server would stay, and may hang for ever."""
+    seen: dict[int, multiprocessing.process.BaseProcess] = {}
+    while not serving.done():
+        await asyncio.sleep(_CHILD_POLL_S)
+        living = {child.pid: child for child in multiprocessing.active_children() if child.pid}
+        for pid in seen.keys() - living.keys():
+            child = seen[pid]
+            if child.exitcode in (0, -signal.SIGTERM):  # the server's own stop: it ends as well
+                await asyncio.wait([serving], timeout=_STOP_TIMEOUT_S)
+            if not serving.done():
+                raise ComponentError(
+                    f"engine process {child.name} (pid {pid}) died: exit code {child.exitcode}"
+                )
+        seen |= living
+
+
+def _withdraw(attempt: Attempt, replica: int, incarnation: str) -> None:
+    """Remove the endpoint, unless a new incarnation has already published its own."""
+    for endpoint in read_endpoints(attempt, COMPONENT):
+        if endpoint.replica == replica and endpoint.incarnation == incarnation:
+            endpoint_path(attempt, COMPONENT, replica).unlink(missing_ok=True)
+
+
+def _environment(address: str, token_file: Path, sampler: SamplerConfig) -> dict[str, str]:
+    scratch = Path(tempfile.gettempdir()) / f"hpc-rlhf-{os.getuid()}"  # local to the node
+    return {
+        TOKEN_FILE_VARIABLE: str(token_file.absolute()),
+        "VLLM_HOST_IP": address,
+        "VLLM_SERVER_DEV_MODE": "1",  # the RL control routes
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(scratch / "vllm"),
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        **device.engine_environment(sampler.tensor_parallel),
+    }
+
+
+def _set_environment(values: Mapping[str, str]) -> None:
+    """Set what is not set: a site's own choice of caches or threads stands."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def _arguments(
+    address: str, model: ModelConfig, sampler: SamplerConfig, weights: Weights
+) -> list[str]:
+    """Command line of vLLM's server, as this process would have been given it."""
+    dtype = str(device.resolve_dtype(model.dtype)).removeprefix("torch.")
+    return [
+        *("--model", str(model.path)),
+        *("--served-model-name", MODEL_NAME),
+        *("--host", address),
+        *("--port", "0"),
+        *("--dtype", dtype),
+        *("--max-model-len", str(model.max_sequence_tokens)),
+        *("--max-num-seqs", str(sampler.max_concurrency)),
+        *("--tensor-parallel-size", str(sampler.tensor_parallel)),
+        *("--load-format", "dummy" if weights == "synced" else "auto"),
+        # Nothing of generation_config.json: the run's own sampling settings are all there is.
+        *("--generation-config", "vllm"),
+        # Of the distribution sampled from, after temperature, top-p and top-k.
+        *("--logprobs-mode", "processed_logprobs"),
+        "--enable-scale-out",  # /inference/v1/generate
+        *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
+        *("--worker-extension-cls", WORKER_EXTENSION),
+        *("--middleware", "hpc_rlhf.rollout.auth.BearerAuth"),
+        "--disable-uvicorn-access-log",
+        *device.engine_arguments(sampler),
+    ]

@@ -1,0 +1,82 @@
+"""One set of live servers for all tests here; starting them is what takes the time."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hpc_rlhf.run_dir import Attempt
+from tests.engine.learners import Learner, run_learner
+from tests.engine.servers import Server, new_run
+
+
+@dataclass
+class Fleet:
+    """The replicas of one attempt, all of one model."""
+
+    attempt: Attempt
+    token: str
+    model: Path
+    servers: list[Server]
+    # One thread to the end: servers die with the thread that started them.
+    starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def restart_when_dead(self, replica: int, tensor_parallel: int) -> "Future[Server]":
+        """Start a new incarnation as soon as the present one has died, as the supervisor does."""
+        old = self.servers[replica]
+
+        def restart() -> Server:
+            assert old.process is not None
+            old.process.wait()
+            new = Server(old.run, old.attempt, replica, old.model, tensor_parallel)
+            self.servers[replica] = new
+            return new.start()
+
+        return self.starter.submit(restart)
+
+
+def _start(directory: Path, model: Path, tensor_parallel: list[int]) -> Fleet:
+    run, attempt = new_run(directory)
+    servers = [
+        Server(str(run.path), attempt.number, replica, str(model), size).start()
+        for replica, size in enumerate(tensor_parallel)
+    ]
+    return Fleet(attempt, run.ensure_token(), model, servers)
+
+
+def _end(fleet: Fleet) -> None:
+    for server in fleet.servers:
+        if server.process is not None and server.process.poll() is None:
+            server.kill()
+    fleet.starter.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tied_fleet(
+    tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path]
+) -> Iterator[Fleet]:
+    """One server of a model with tied embeddings and biases, serving version 0 of it."""
+    fleet = _start(tmp_path_factory.mktemp("tied") / "run", tiny_models["qwen2-tied"], [1])
+    for server in fleet.servers:
+        server.endpoint()
+
+    def publish(learner: Learner) -> None:
+        learner.transport.publish(learner.model, 0)
+
+    run_learner(publish, attempt=fleet.attempt, token=fleet.token, model=fleet.model, replicas=1)
+    yield fleet
+    _end(fleet)
+
+
+@pytest.fixture(scope="session")
+def fleet(
+    tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path]
+) -> Iterator[Fleet]:
+    """Two servers of an untied model: replica 0 with one worker, replica 1 with two (TP=2)."""
+    fleet = _start(tmp_path_factory.mktemp("fleet") / "run", tiny_models["llama3-rope"], [1, 2])
+    for server in fleet.servers:
+        server.endpoint()
+    yield fleet
+    _end(fleet)
