@@ -1,0 +1,192 @@
+"""The ``hpc-rlhf`` command.
+
+Only the standard library is imported before the command is known: ``--help`` must answer at once,
+on a login node whose filesystem is slow.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_rlhf import __version__
+from hpc_rlhf.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from hpc_rlhf.config import Config
+
+OVERRIDES_HELP = """\
+OVERRIDES are Hydra's: group choices (experiment=quickstart cluster=slurm algorithm=rloo) and
+fields (run.name=demo run.steps=50 learner.optimizer.lr=2e-6). `--cfg job` prints the composed
+configuration instead of running. Quote values that hold '=' or blanks: 'model.path="/a=b"'.
+"""
+
+EXIT_CODES = "exit codes: 0 done, 2 bad input (nothing queued or written), 75 interrupted, resumable, 1 failed"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; see ``hpc-rlhf --help``."""
+    arguments = _parse(argv)
+    try:
+        return int(arguments.command(arguments))
+    except UserError as error:
+        print(f"hpc-rlhf: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Options and overrides in any order, which argparse does not do below a subcommand."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = rest if "overrides" not in arguments else [a for a in rest if a.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides = rest
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpc-rlhf",
+        description="RLHF post-training on Slurm: Megatron-core learners, vLLM samplers.",
+        epilog=f"{EXIT_CODES}\n\nexamples:\n"
+        "  hpc-rlhf run experiment=quickstart                   the whole loop on this machine\n"
+        "  hpc-rlhf submit experiment=quickstart cluster=slurm  the same as a heterogeneous job\n"
+        "  hpc-rlhf status quickstart                           what a run is doing",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hpc-rlhf {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_composed(
+        commands,
+        "run",
+        _run,
+        "run here: local processes, or the allocation it is in",
+        "  hpc-rlhf run experiment=quickstart run.name=demo\n"
+        "  hpc-rlhf run experiment=gsm8k model.path=DIR data.prompts=gsm8k.jsonl\n"
+        "  srun and sbatch scripts: see slurm/online_het.sbatch\n\n"
+        "Running the same command again resumes an interrupted run from its last checkpoint.",
+    )
+    submit = _add_composed(
+        commands,
+        "submit",
+        _submit,
+        "check everything, queue it with Slurm, and return",
+        "  hpc-rlhf submit experiment=quickstart cluster=slurm\n"
+        "  hpc-rlhf submit --dry-run experiment=quickstart cluster=slurm_steps\n"
+        "  hpc-rlhf submit --script experiment=quickstart cluster=slurm > my.sbatch",
+    )
+    submit.add_argument(
+        "--dry-run", action="store_true", help="print the job script, queue nothing"
+    )
+    submit.add_argument(
+        "--script",
+        action="store_true",
+        help="print a script of the same job to sbatch by hand, queue nothing",
+    )
+    status = commands.add_parser(
+        "status",
+        help="what a run is doing",
+        epilog="example:\n  hpc-rlhf status quickstart",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    status.add_argument("run", metavar="RUN", help="a run's directory, or its name under --root")
+    status.add_argument("--root", default="runs", help="where runs are looked for by name")
+    status.set_defaults(command=_status)
+    return parser
+
+
+def _add_composed(commands, name, command, text, examples) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+    parser = commands.add_parser(
+        name,
+        help=text,
+        usage=f"hpc-rlhf {name} [OPTIONS] [OVERRIDES]",
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"{OVERRIDES_HELP}\nexamples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config-dir", type=Path, help="a directory of config groups of your own")
+    parser.add_argument("--cfg", choices=("job",), help="print the composed configuration and stop")
+    parser.set_defaults(command=command, overrides=[])
+    return parser
+
+
+def _composed(arguments: argparse.Namespace) -> "Config | None":
+    """The checked configuration, None when it was only to be printed."""
+    from hpc_rlhf import compose
+    from hpc_rlhf.planner import preflight
+    from hpc_rlhf.runs import check_resume
+
+    config = compose.compose(arguments.overrides, config_directory=arguments.config_dir)
+    if arguments.cfg:
+        print(compose.to_yaml(config), end="")
+        return None
+    preflight.check_settings(config)
+    check_resume(config)
+    if config.assets is not None:
+        from hpc_rlhf.data import quickstart
+
+        quickstart.prepare(config.assets)
+    preflight.check(config)
+    return config
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from hpc_rlhf.launch.foreground import check_launcher, run_here
+    from hpc_rlhf.runs import open_run
+
+    config = _composed(arguments)
+    if config is None:
+        return ExitCode.DONE
+    check_launcher(config)
+    return run_here(config, open_run(config))
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from hpc_rlhf.config import Launcher
+    from hpc_rlhf.launch import slurm
+    from hpc_rlhf.launch.job_plan import plan_job
+    from hpc_rlhf.launch.sbatch import render_script
+    from hpc_rlhf.runs import open_run, run_directory
+
+    config = _composed(arguments)
+    if config is None:
+        return ExitCode.DONE
+    if config.cluster.launcher is not Launcher.SLURM:
+        raise UserError(
+            f"cluster.launcher={config.cluster.launcher}: submit needs Slurm; "
+            "choose cluster=slurm or cluster=slurm_steps, or use `hpc-rlhf run`"
+        )
+    plan = plan_job(config, run_directory(config).path)
+    if arguments.script:
+        print(render_script(plan, ["hpc-rlhf", "run", *arguments.overrides]), end="")
+        return ExitCode.DONE
+    if arguments.dry_run:
+        print(slurm.job_script(plan), end="")
+        return ExitCode.DONE
+    open_run(config)
+    job = slurm.submit(plan)
+    print(f"submitted job {job.job_id}; follow it with: hpc-rlhf status {plan.run_dir}")
+    return ExitCode.DONE
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from hpc_rlhf.launch.status import describe_run
+    from hpc_rlhf.runs import find_run
+
+    run = find_run(arguments.run, arguments.root)
+    status = describe_run(run)
+    for name in ("state", "attempt", "job_id", "step", "phase", "reason"):
+        value = getattr(status, name)
+        if value is not None:
+            print(f"{name.replace('_id', ''):8} {value}")
+    print(f"{'run':8} {run.path}")
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

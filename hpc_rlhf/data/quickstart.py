@@ -1,0 +1,111 @@
+"""The quickstart's model and data, made on the spot: sums, and somebody who is bad at them.
+
+Prompts are ``3+5=``, the answer is ``8``. The demonstrations that the warm-up imitates are right in
+only a fraction of cases and otherwise any number that a sum could be. A policy that imitates them
+well is right about as often; reinforcement learning against the verifier must do the rest. How
+often the demonstrator is right, not how long the warm-up is, sets where online training begins.
+"""
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_rlhf.data.tiny import make_tiny_model
+from hpc_rlhf.errors import UserError
+from hpc_rlhf.fs import publish_directory, publish_json, read_json
+
+MODEL, PROMPTS, DEMONSTRATIONS = "model", "prompts.jsonl", "demonstrations.jsonl"
+_SPECIFICATION = "assets.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartAssets:
+    """What to make; the fields of ``assets`` in the configuration."""
+
+    directory: str
+    seed: int = 0
+    largest: int = 9  # summands are 0..largest: (largest + 1)^2 prompts
+    demonstrations: int = 2048
+    correct_fraction: float = 0.35  # of the demonstrations
+    hidden: int = 128
+    layers: int = 2  # two pipeline stages at most
+    heads: int = 4  # of 32 dimensions, the least that the CPU engine runs
+    init_std: float = 0.1  # larger than usual: a tiny model learns sums in far fewer steps
+
+    def __post_init__(self) -> None:
+        if self.largest < 1 or self.demonstrations < 1:
+            raise UserError("assets.largest and assets.demonstrations must be at least 1")
+        if not 0 < self.correct_fraction <= 1:
+            raise UserError(f"assets.correct_fraction={self.correct_fraction}: expected (0, 1]")
+
+
+def prepare(assets: Mapping[str, Any]) -> Path:
+    """Make the model, the prompts and the demonstrations, unless they are there.
+
+    Everything is a function of the settings. The directory appears whole, so that several runs may
+    prepare it at the same time.
+
+    Returns:
+        The directory that holds :data:`MODEL`, :data:`PROMPTS` and :data:`DEMONSTRATIONS`.
+
+    Raises:
+        UserError: an unknown setting, or the directory was made from other settings.
+    """
+    try:
+        wanted = QuickstartAssets(**assets)
+    except TypeError as error:
+        known = ", ".join(QuickstartAssets.__dataclass_fields__)
+        raise UserError(f"assets: {error}; expected {known}") from error
+    directory = Path(wanted.directory)
+    if not directory.exists():
+        try:
+            publish_directory(directory, lambda target: _write(target, wanted))
+        except FileExistsError:
+            pass  # another run was faster; what it made is checked below
+        except OSError as error:
+            raise UserError(f"assets.directory={directory}: cannot be made: {error}") from error
+    path = directory / _SPECIFICATION
+    if not path.is_file() or read_json(path) != _specification(wanted):
+        raise UserError(
+            f"assets.directory={directory}: was not made from these assets; "
+            "remove it, or give another assets.directory"
+        )
+    return directory
+
+
+def _specification(assets: QuickstartAssets) -> dict[str, Any]:
+    """The settings that the content depends on."""
+    return {key: value for key, value in asdict(assets).items() if key != "directory"}
+
+
+def _write(directory: Path, assets: QuickstartAssets) -> None:
+    make_tiny_model(
+        directory / MODEL,
+        hidden=assets.hidden,
+        layers=assets.layers,
+        heads=assets.heads,
+        init_std=assets.init_std,
+        max_positions=64,
+        seed=assets.seed,
+    )
+    numbers = range(assets.largest + 1)
+    prompts = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
+    _write_jsonl(directory / PROMPTS, prompts)
+    rng = random.Random(assets.seed)
+    demonstrations = [_demonstration(rng, assets) for _ in range(assets.demonstrations)]
+    _write_jsonl(directory / DEMONSTRATIONS, demonstrations)
+    publish_json(directory / _SPECIFICATION, _specification(assets))
+
+
+def _demonstration(rng: random.Random, assets: QuickstartAssets) -> dict[str, str]:
+    a, b = rng.randint(0, assets.largest), rng.randint(0, assets.largest)
+    right = rng.random() < assets.correct_fraction
+    given = a + b if right else rng.randint(0, 2 * assets.largest)
+    return {"prompt": f"{a}+{b}=", "completion": str(given)}
+
+
+def _write_jsonl(path: Path, records: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,0 +1,84 @@
+"""Where the wall clock goes: every second of a step belongs to one phase."""
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hpc_rlhf.run_dir import Attempt
+from hpc_rlhf.types import Phase
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step by phase; what is between phases is in ``total`` only."""
+
+    step: int
+    seconds: dict[Phase, float]
+    total: float
+
+    @property
+    def trainer_idle_fraction(self) -> float:
+        """Share of the step in which the learner's devices wait for samples or for a transfer."""
+        idle = self.seconds.get(Phase.ROLLOUT, 0.0) + self.seconds.get(Phase.SYNC, 0.0)
+        return idle / self.total if self.total else 0.0
+
+    def as_metrics(self) -> dict[str, float]:
+        """``time/<phase>`` in seconds, ``time/step``, ``trainer/idle_fraction``."""
+        return {
+            **{f"time/{phase}": seconds for phase, seconds in self.seconds.items()},
+            "time/step": self.total,
+            "trainer/idle_fraction": self.trainer_idle_fraction,
+        }
+
+
+class Timeline:
+    """The phase that this process is in, and the seconds of the phases before it.
+
+    Example:
+        >>> timeline = Timeline()
+        >>> with timeline.phase(7, Phase.TRAIN):
+        ...     timeline.current
+        (7, <Phase.TRAIN: 'train'>)
+    """
+
+    def __init__(self, attempt: Attempt | None = None) -> None:
+        """Args:
+        attempt: publish every change of phase to its ``progress.json``; one process does.
+        """
+        self._progress = attempt.progress if attempt else None
+        self._seconds: dict[int, dict[Phase, float]] = defaultdict(lambda: defaultdict(float))
+        self._step_began = time.monotonic()
+        self.current: tuple[int, Phase] = (0, Phase.SETUP)
+
+    @contextmanager
+    def phase(self, step: int, phase: Phase) -> Iterator[None]:
+        """Spend the block's time on ``phase`` of ``step``.
+
+        After an exception :attr:`current` still names the phase that it came from.
+        """
+        self.current = (step, phase)
+        self._publish()
+        began = time.monotonic()
+        yield
+        self._seconds[step][phase] += time.monotonic() - began
+
+    def finish(self, step: int) -> StepTimes:
+        """Close the books of ``step``, which ends now; the next one begins."""
+        now = time.monotonic()
+        total, self._step_began = now - self._step_began, now
+        return StepTimes(step=step, seconds=dict(self._seconds.pop(step, {})), total=total)
+
+    def _publish(self) -> None:
+        if self._progress is None:
+            return
+        step, phase = self.current
+        # Not fsynced: it is for people and the supervisor while this attempt lives, and a phase of
+        # milliseconds must not wait for a disk. Renamed, so that it is never half read.
+        temporary = self._progress.with_name(f".{self._progress.name}.tmp")
+        record = {"step": step, "phase": phase, "time": time.time()}
+        temporary.write_text(json.dumps(record))
+        os.replace(temporary, self._progress)

@@ -1,0 +1,224 @@
+"""An online run's components bound together: what the loop calls, phase by phase.
+
+Every method is collective over the learner. What only the coordinator (learner rank 0) holds
+(prompts, samplers, verifiers, files) is in :class:`Coordinator`; the other ranks have None there.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_rlhf.checkpoint.manager import CheckpointManager
+from hpc_rlhf.cluster.control import ControlGroup
+from hpc_rlhf.cluster.signals import StopFlag
+from hpc_rlhf.config import CheckpointConfig, RunConfig, SamplingConfig
+from hpc_rlhf.data.prompts import PromptCursor, PromptDataset
+from hpc_rlhf.fs import publish_json
+from hpc_rlhf.learner.algorithms import Algorithm
+from hpc_rlhf.learner.trainer import Trainer
+from hpc_rlhf.models.megatron import PolicyModel, export_hf
+from hpc_rlhf.observe.metrics import MetricsWriter
+from hpc_rlhf.observe.timeline import StepTimes
+from hpc_rlhf.rollout import store
+from hpc_rlhf.rollout.sampler import Done, Joined, SampleRequest, SamplerPool
+from hpc_rlhf.run_dir import RunDir
+from hpc_rlhf.scoring.verifiers import VerifierPool
+from hpc_rlhf.sync.collective import CollectiveTransport
+from hpc_rlhf.types import Experience, Prompt, Rollout, Scores, sample_seed
+
+# How often the ranks look at each other while the samplers work.
+TICK_S = 2.0
+
+
+@dataclass
+class Coordinator:
+    """What learner rank 0 holds beside its share of the model."""
+
+    dataset: PromptDataset
+    pool: SamplerPool
+    verifiers: VerifierPool
+    metrics: MetricsWriter
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
+        self.pool.close()
+        self.verifiers.close()
+        self.metrics.close()
+
+
+@dataclass
+class OnlineRun:
+    """State and components of one attempt at an online run."""
+
+    directory: RunDir
+    attempt: int
+    config: RunConfig
+    sampling: SamplingConfig
+    checkpoint: CheckpointConfig
+    algorithm: Algorithm
+    trainer: Trainer
+    reference: PolicyModel | None
+    transport: CollectiveTransport
+    checkpoints: CheckpointManager
+    control: ControlGroup
+    flag: StopFlag
+    source: Path  # the Hugging Face directory that configuration and tokenizer come from
+    coordinator: Coordinator | None
+    completed: int = 0  # finished steps; the policy version, too
+    cursor: PromptCursor = field(default_factory=PromptCursor)
+    stats: dict[str, float] = field(default_factory=dict)  # of the step under way
+    saved: int | None = None
+
+    def remaining(self) -> Iterator[int]:
+        """The steps to do, counted from 1."""
+        yield from range(self.completed + 1, self.config.steps + 1)
+
+    def resume(self) -> None:
+        """Load the newest whole checkpoint, if there is one."""
+        step = self.checkpoints.latest()
+        if step is not None:
+            state = self.checkpoints.load(step, self.trainer)
+            self.completed = self.saved = state["step"]
+            self.cursor = PromptCursor(**state["cursor"])
+        if self.coordinator is not None:
+            self.coordinator.metrics.truncate(self.completed)
+
+    def publish(self) -> None:
+        """Give every sampler the current weights, as policy version ``completed``."""
+        sync = self.transport.publish(self.trainer.model, self.completed)
+        self.stats |= {
+            "sync/bytes": sync.bytes,
+            "sync/replicas": sync.replicas,
+            **{f"sync/{part}_seconds": seconds for part, seconds in sync.seconds.items()},
+        }
+
+    def collect(self, step: int) -> tuple[Rollout, ...]:
+        """Sample the step's batch under the current weights."""
+        self.stats = {}
+        if self.coordinator is not None:
+            prompts, cursor = self.coordinator.dataset.batch(
+                self.cursor, self.config.prompts_per_step, self.config.seed
+            )
+            requests = sample_requests(
+                prompts, self.sampling.samples_per_prompt, self.config.seed, step
+            )
+            self.coordinator.pool.begin(requests, self.completed)
+        else:
+            cursor = self.cursor
+        while True:
+            event = self.coordinator.pool.wait_event(TICK_S) if self.coordinator else None
+            event = self.control.broadcast(event)
+            if isinstance(event, Joined):  # a replica was started again: weights before any work
+                self.transport.publish(self.trainer.model, self.completed)
+            elif isinstance(event, Done):
+                break
+        self.cursor = self.control.broadcast(cursor)
+        self.stats |= event.stats.as_metrics()
+        return event.rollouts
+
+    def score(self, rollouts: tuple[Rollout, ...]) -> Experience:
+        """Reward every rollout, and sweep it with the policy and the reference.
+
+        The verifiers work in their own processes while the learner sweeps.
+        """
+        scoring = None
+        if self.coordinator is not None:
+            scoring = self.coordinator.thread.submit(self.coordinator.verifiers.score, rollouts)
+        old = self.trainer.log_probs(rollouts)
+        ref = self.trainer.log_probs(rollouts, model=self.reference) if self.reference else None
+        scores: Scores | None = None
+        if self.coordinator is not None and scoring is not None:
+            scores = scoring.result()
+            path = self.directory.rollouts / f"step_{rollouts[0].step}.h5"
+            store.write_step(path, rollouts, scores)
+        scores = self.control.broadcast(scores)
+        assert scores is not None
+        self.stats |= rollout_stats(rollouts, scores)
+        kept = [i for i in range(len(rollouts)) if i not in scores.excluded]
+        return Experience(
+            rollouts=tuple(rollouts[i] for i in kept),
+            rewards=scores.rewards[kept],
+            old_logprobs=tuple(old[i] for i in kept),
+            ref_logprobs=tuple(ref[i] for i in kept) if ref else None,
+        )
+
+    def update(self, experience: Experience) -> None:
+        """Learn from the experience; the weights become the next policy version."""
+        self.stats |= self.trainer.update(self.algorithm, experience)
+        self.completed += 1
+
+    def checkpoint_due(self, step: int) -> bool:
+        return step % self.checkpoint.every_steps == 0 or step == self.config.steps
+
+    def save(self) -> None:
+        """Save at this step boundary."""
+        state = {"step": self.completed, "cursor": vars(self.cursor)}
+        self.checkpoints.save(self.completed, self.trainer, state)
+        self.saved = self.completed
+
+    def stop_requested(self) -> bool:
+        """Whether any rank was asked to stop; all ranks agree."""
+        return self.control.any(self.flag.requested)
+
+    def record(self, times: StepTimes) -> None:
+        """Append the step's metrics, once per step whatever was resumed."""
+        if self.coordinator is None:
+            return
+        record: dict[str, Any] = {**self.stats, **times.as_metrics()}
+        self.coordinator.metrics.write(self.completed, self.attempt, record)
+
+    def complete(self) -> None:
+        """Export the policy as a Hugging Face directory and mark the run complete."""
+        target = self.directory.path / "policy"
+        export_hf(self.trainer.model, self.source, target)
+        if self.control.is_coordinator:
+            publish_json(self.directory.complete, {"step": self.completed, "policy": str(target)})
+
+    def close(self) -> None:
+        if self.coordinator is not None:
+            self.coordinator.close()
+
+
+def sample_requests(
+    prompts: list[Prompt], samples_per_prompt: int, seed: int, step: int
+) -> list[SampleRequest]:
+    """The requests of one step, each with its own seed.
+
+    A prompt that stands twice in a batch (one that spans two epochs) gets further sample indices,
+    so that no two samples of a step share seed and name; they form one larger group.
+    """
+    seen: dict[str, int] = {}
+    requests = []
+    for prompt in prompts:
+        first = seen.get(prompt.uid, 0)
+        seen[prompt.uid] = first + samples_per_prompt
+        requests += [
+            SampleRequest(
+                prompt=prompt,
+                sample_index=index,
+                step=step,
+                seed=sample_seed(seed, step, prompt.uid, index),
+            )
+            for index in range(first, first + samples_per_prompt)
+        ]
+    return requests
+
+
+def rollout_stats(rollouts: tuple[Rollout, ...], scores: Scores) -> dict[str, float]:
+    """Reward and response-length statistics of one batch."""
+    lengths = np.array([len(rollout.completion.token_ids) for rollout in rollouts])
+    cut = np.mean([rollout.completion.finish_reason == "length" for rollout in rollouts])
+    return {
+        "reward/mean": float(np.nanmean(scores.rewards)),
+        "reward/std": float(np.nanstd(scores.rewards)),
+        "reward/excluded": len(scores.excluded),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/p90": float(np.percentile(lengths, 90)),
+        "response_length/max": float(lengths.max()),
+        "response_length/truncated_fraction": float(cut),
+    }

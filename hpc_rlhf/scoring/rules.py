@@ -1,0 +1,96 @@
+"""Rules that a verifier process applies to one completion. Nothing heavy is imported here."""
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from hpc_rlhf.errors import UserError
+
+Rule = Callable[[str, str | None, Mapping[str, Any]], Any]
+"""``rule(completion, answer, fields) -> reward``, a finite number; anything else is a failure."""
+
+
+def make_rule(name: str, pattern: str | None, function: str | None) -> Rule:
+    """The rule that ``reward`` configures.
+
+    Raises:
+        UserError: a pattern that does not compile, or a function that cannot be imported.
+    """
+    if name == "exact":
+        return exact_match(_compile(pattern))
+    if name == "regex":
+        if pattern is None:
+            raise UserError("reward.name=regex needs reward.pattern, a regular expression")
+        return regex_match(_compile(pattern))
+    if function is None:
+        raise UserError("reward.name=python needs reward.function, package.module:function")
+    return import_function(function)
+
+
+def exact_match(pattern: re.Pattern[str] | None) -> Rule:
+    """1 if the completion, stripped, is the answer, else 0.
+
+    With a pattern, group 1 (or the whole match) of its last match in the completion is what was
+    answered, and numbers are compared as numbers: "1,234.0" is "1234".
+    """
+
+    def rule(completion: str, answer: str | None, fields: Mapping[str, Any]) -> float:
+        if answer is None:
+            raise ValueError("exact match needs an answer (data.answer_field)")
+        if pattern is None:
+            return float(completion.strip() == answer.strip())
+        matches = list(pattern.finditer(completion))
+        if not matches:
+            return 0.0
+        given = matches[-1].group(1 if pattern.groups else 0)
+        return float(normalize(given) == normalize(answer))
+
+    return rule
+
+
+def regex_match(pattern: re.Pattern[str]) -> Rule:
+    """1 if the pattern is found in the completion, else 0."""
+    return lambda completion, answer, fields: float(pattern.search(completion) is not None)
+
+
+def normalize(text: str) -> str | Decimal:
+    """A number as a number, whatever its commas, currency sign and trailing zeros; else the text."""
+    text = text.strip()
+    bare = text.replace(",", "").removeprefix("$").removesuffix(".").removesuffix("%")
+    try:
+        number = Decimal(bare)
+    except InvalidOperation:
+        return text
+    return number if number.is_finite() else text
+
+
+def import_function(path: str) -> Rule:
+    """Import ``package.module:function``.
+
+    Raises:
+        UserError: it cannot be imported or is not callable; names the reason.
+    """
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise UserError(f"reward.function={path}: expected package.module:function")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise UserError(
+            f"reward.function={path}: cannot import it: {error}; "
+            "the module must be importable where hpc-rlhf runs (PYTHONPATH)"
+        ) from error
+    if not callable(function):
+        raise UserError(f"reward.function={path}: it is a {type(function).__name__}, not callable")
+    return function  # type: ignore[no-any-return]
+
+
+def _compile(pattern: str | None) -> re.Pattern[str] | None:
+    if pattern is None:
+        return None
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"reward.pattern={pattern!r}: not a regular expression: {error}") from error

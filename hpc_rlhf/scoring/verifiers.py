@@ -1,0 +1,70 @@
+"""Rewards from verifiers: exact answers, regular expressions, Python functions, in killable processes."""
+
+import queue
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from hpc_rlhf.config import RewardConfig
+from hpc_rlhf.errors import ComponentError
+from hpc_rlhf.scoring.sandbox import VerifierFailure, VerifierProcess
+from hpc_rlhf.types import Rollout, Scores
+
+
+def make_verifier(config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> "VerifierPool":
+    """The verifier that ``reward`` configures; its processes start with the first batch."""
+    return VerifierPool(config, tokenizer)
+
+
+class VerifierPool:
+    """``reward.workers`` verifier processes, each scoring one sample at a time."""
+
+    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._max_failure_fraction = config.max_failure_fraction
+        self._processes = [VerifierProcess(config) for _ in range(config.workers)]
+        self._free: queue.SimpleQueue[VerifierProcess] = queue.SimpleQueue()
+        for process in self._processes:
+            self._free.put(process)
+        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="verifier")
+
+    def score(self, rollouts: Sequence[Rollout]) -> Scores:
+        """Score every rollout; one whose verifier failed is excluded, which is not a zero.
+
+        Completions are decoded without special tokens.
+
+        Raises:
+            ComponentError: more than ``max_failure_fraction`` of the batch failed; names the
+                commonest reason.
+        """
+        ids = [rollout.completion.token_ids.tolist() for rollout in rollouts]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        results = list(self._threads.map(self._score_one, rollouts, texts))
+        excluded = {i: result for i, result in enumerate(results) if isinstance(result, str)}
+        if len(excluded) > self._max_failure_fraction * len(rollouts):
+            reason, count = Counter(excluded.values()).most_common(1)[0]
+            raise ComponentError(
+                f"scoring: verifiers failed on {len(excluded)} of {len(rollouts)} samples, more than "
+                f"reward.max_failure_fraction={self._max_failure_fraction:g}; "
+                f"{count} of them: {reason}"
+            )
+        rewards = [float("nan") if isinstance(result, str) else result for result in results]
+        return Scores(rewards=np.array(rewards, np.float32), excluded=excluded)
+
+    def _score_one(self, rollout: Rollout, text: str) -> float | str:
+        process = self._free.get()
+        try:
+            return process.score(text, rollout.prompt.answer, dict(rollout.prompt.fields))
+        except VerifierFailure as failure:
+            return str(failure)
+        finally:
+            self._free.put(process)
+
+    def close(self) -> None:
+        """End the verifier processes."""
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.close()
