@@ -1,0 +1,66 @@
+# Everything on a fresh Linux machine with Python 3.11, 3.12 or 3.13: `make quickstart`, `make test`.
+# Another interpreter: make PYTHON=/path/to/python3.11 setup
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# the first one that starts (a pyenv shim may not) and can make environments
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	2>/dev/null && { echo $$python; break; }; done)
+
+.PHONY: help setup slurm quickstart test check format lock soak clean
+
+help: ## Say what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 14
+
+setup: $(STAMP) ## Install the pinned environment into .venv
+
+$(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "No Python 3.11, 3.12 or 3.13 with venv and ensurepip was found."; \
+		echo "Debian: apt-get install python3 python3-venv. Elsewhere: make PYTHON=/path/to/python3.11 setup"; \
+		exit 1; \
+	fi
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps -r requirements/dev.lock
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	@# an index without the CPU build gives the CUDA one, which needs its libraries
+	@$(BIN)/python -c 'import torch' 2>/dev/null \
+		|| $(BIN)/pip install --disable-pip-version-check "$$(grep '^torch==' requirements/cpu.lock)"
+	@# compiled once here: every process of every run would compile in vain where .venv is read-only;
+	@# some packages carry templates that are not Python, hence the ignored status
+	-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib hpc_rlhf >/dev/null
+	touch $@
+
+slurm: ## Install Slurm, munge and MariaDB for the sandbox (apt, as root)
+	tools/slurm_sandbox install
+
+quickstart: setup ## The main job on this machine: warm-up, then GRPO, on real parts
+	$(BIN)/hpc-rlhf run experiment=quickstart
+
+test: setup slurm ## All tests; none may be skipped but those that need a GPU
+	$(BIN)/python -m pytest --forbid-skips $(PYTEST_ARGS)
+
+check: setup ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## Format, and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+soak: setup slurm ## The long tests (hours)
+	$(BIN)/python -m pytest --forbid-skips -m soak $(PYTEST_ARGS)
+
+lock: ## Pin what is in .venv now
+	$(BIN)/python tools/lock.py
+
+clean: ## Remove build products and caches; .venv and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find hpc_rlhf tests tools -name __pycache__ -prune -exec rm -rf {} +
