@@ -242,7 +242,7 @@ class _Stream:
 
 def _let_cuda_mean_cpu() -> None:
     """Replace the functions of ``torch.cuda`` that megatron-core calls by what they mean on a CPU."""
-    if torch.cuda.Stream is _Stream:
+    if issubclass(torch.cuda.Stream, _Stream):
         return
     replacements: dict[str, Any] = {
         "Stream": _Stream,

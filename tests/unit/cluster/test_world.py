@@ -33,7 +33,7 @@ def test_local_launcher_comes_before_the_batch_script_it_may_run_in() -> None:
 
 
 def test_started_by_no_launcher() -> None:
-    with pytest.raises(ComponentError, match="SLURM_PROCID.*HPC_RLHF_ATTEMPT not set"):
+    with pytest.raises(ComponentError, match=r"SLURM_PROCID.*HPC_RLHF_ATTEMPT not set"):
         World.from_environment({"SLURM_JOB_ID": "12"})
 
 
