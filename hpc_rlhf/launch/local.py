@@ -10,10 +10,8 @@ from pathlib import Path
 from hpc_rlhf.cluster.world import LOCAL_JOB, LOCAL_VARIABLES, STEP_VARIABLES
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch.job_plan import JobPlan, component_command
-from hpc_rlhf.launch.steps import StepExit, TaskDeath, step_name
+from hpc_rlhf.launch.steps import StepExit, TaskDeath, peer_grace_s, step_name
 from hpc_rlhf.run_dir import Attempt
-
-PEER_GRACE_S = 3.0  # from SIGTERM to SIGKILL for the peers of a rank that failed
 
 # Run by a small interpreter that becomes the command: Popen's preexec_fn, which could do the same, is
 # unsafe beside other threads. PR_SET_PDEATHSIG is kept by exec.
@@ -77,7 +75,7 @@ class LocalStep:
         self.nodes = f"{os.uname().nodename} (pid {', '.join(str(p.pid) for p in processes)})"
         self._running = dict(enumerate(processes))
         self._deaths: list[TaskDeath] = []
-        self._ending_since: float | None = None  # monotonic, when SIGTERM was first sent
+        self._failed_at: float | None = None  # monotonic
 
     def poll(self) -> StepExit | None:
         for rank in sorted(self._running):
@@ -85,21 +83,19 @@ class LocalStep:
             if code is None:
                 continue
             del self._running[rank]
-            # one that dies after the others were told to end is a consequence
-            if code != 0 and (self._ending_since is None or not self._deaths):
+            if code != 0 and self._failed_at is None:  # later ones die in consequence
                 self._deaths.append(_death(rank, code))
         if not self._running:
             return StepExit(_step_code(self._deaths), tuple(self._deaths))
         if self._deaths:
-            if self._ending_since is None:
+            if self._failed_at is None:
+                self._failed_at = time.monotonic()
                 self.terminate()
-            elif time.monotonic() - self._ending_since > PEER_GRACE_S:
+            elif time.monotonic() - self._failed_at > peer_grace_s(self._deaths[0]):
                 self.kill()
         return None
 
     def terminate(self) -> None:
-        if self._ending_since is None:
-            self._ending_since = time.monotonic()
         for process in self._running.values():
             # The process alone: what it started, it ends in its own order. And not Popen's
             # send_signal, which reaps one that has ended.

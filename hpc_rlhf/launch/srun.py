@@ -14,11 +14,10 @@ from hpc_rlhf.config import Het
 from hpc_rlhf.errors import ComponentError, UserError
 from hpc_rlhf.launch.job_plan import JobPlan, Resources, component_command
 from hpc_rlhf.launch.sbatch import has_own_gpu_request, is_heterogeneous
-from hpc_rlhf.launch.steps import StepExit, TaskDeath, step_name
+from hpc_rlhf.launch.steps import StepExit, TaskDeath, peer_grace_s, step_name
 from hpc_rlhf.run_dir import Attempt
 
-PEER_GRACE_S = 3.0  # from SIGTERM to SIGKILL for the peers of a task that failed
-KILL_GRACE_S = 3.0  # then srun itself is killed
+KILL_GRACE_S = 3.0  # from SIGTERM to srun, which kills its tasks, to SIGKILL
 STEP_CREATION_S = 120  # srun gives up when the nodes of the allocation stay busy for so long
 COMMAND_TIMEOUT_S = 60.0  # of squeue and scontrol
 
@@ -173,7 +172,9 @@ class SrunStep:
         self._log = log
         self._offset = offset  # where this step's part of the log begins
         self._size = offset
-        self._failed_at: float | None = None  # monotonic
+        self._kill_at: float | None = (
+            None  # monotonic, when the peers of a dead task had their time
+        )
         self._killed_at: float | None = None  # monotonic
 
     def poll(self) -> StepExit | None:
@@ -182,9 +183,9 @@ class SrunStep:
             return parse_srun(self._output(), returncode)
         if self._killed_at is not None:
             self.kill()
-        elif self._failed_at is None:
+        elif self._kill_at is None:
             self._watch_for_death()
-        elif time.monotonic() - self._failed_at > PEER_GRACE_S:
+        elif time.monotonic() > self._kill_at:
             # --kill-on-bad-exit gives the peers the site's KillWait, which may be minutes
             self.kill()
         return None
@@ -205,8 +206,9 @@ class SrunStep:
         size = self._log.stat().st_size
         if size != self._size:
             self._size = size
-            if parse_srun(self._output(), 1).deaths:
-                self._failed_at = time.monotonic()
+            deaths = parse_srun(self._output(), 1).deaths
+            if deaths:
+                self._kill_at = time.monotonic() + peer_grace_s(deaths[0])
 
     def _output(self) -> str:
         with self._log.open("rb") as file:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from hpc_rlhf.errors import ExitCode
+
 
 @dataclass(frozen=True)
 class TaskDeath:
@@ -56,6 +58,15 @@ class StepLauncher(Protocol):
 
     def start(self, component: str, replica: int | None = None) -> StepHandle:
         """Start the step of ``component``, or of one of its replicas."""
+
+
+def peer_grace_s(first: TaskDeath) -> float:
+    """Seconds that the peers of the task that ended first have before they are killed.
+
+    They may be blocked in a collective with it, where no SIGTERM reaches Python. One that stopped on
+    request agreed on that with its peers, which are about to end as well.
+    """
+    return 20.0 if first.exit_code == ExitCode.INTERRUPTED else 3.0
 
 
 def step_name(component: str, replica: int | None) -> str:

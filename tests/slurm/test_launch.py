@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.launch_driver import Driver, wait_until
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from hpc_rlhf.config import Het
-from hpc_rlhf.errors import ExitCode, UserError
+from hpc_rlhf.errors import ExitCode
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan, Resources
 from hpc_rlhf.launch.sbatch import render_script
 from hpc_rlhf.launch.slurm import submit
 from hpc_rlhf.launch.status import RunState, describe_run
 from hpc_rlhf.run_dir import RunDir
+from tests.launch_driver import Driver, wait_until
 
 pytestmark = pytest.mark.slurm
 
@@ -58,22 +58,22 @@ def wait_all_started(driver: Driver) -> None:
         driver.wait_started(name)
 
 
-def accounting(job_id: str) -> dict[str, tuple[str, str]]:
-    """Job or component id -> (state, exit code), once Slurm has closed the job."""
+def accounting(job_id: str, het: Het) -> list[tuple[str, str]]:
+    """State and exit code of the job, of every component by its number, once Slurm has closed it."""
     command = ["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,State,ExitCode"]
-
-    def lines() -> list[list[str]]:
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return [line.split("|") for line in out.splitlines()]
+    names = [f"{job_id}+0", f"{job_id}+1"] if het is Het.JOB else [job_id]
+    found: list[list[str]] = []
 
     def ended() -> bool:
-        rows = lines()
-        states = {row[1] for row in rows}
-        # at first a component may be known by its own number
-        return bool(rows) and not {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"} & states
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found[:] = [line.split("|") for line in out.splitlines()]
+        # at first the leader can be there alone, and as a plain job
+        states = {state for job, state, _ in found if job in names}
+        live = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"}
+        return [job for job, _, _ in found] == names and not live & states
 
-    wait_until(ended, f"job {job_id} to end")
-    return {job: (state.split()[0], code) for job, state, code in lines()}
+    wait_until(ended, f"sacct to show the end of {names}")
+    return [(state.split()[0], code) for _, state, code in found]
 
 
 def ended(driver: Driver, attempt: int = 1) -> dict:
@@ -112,10 +112,7 @@ def test_heterogeneous_job_with_a_sampler_that_dies(driver: Driver) -> None:
 
     driver.do("finish")
     assert job.result() == ExitCode.DONE
-    assert accounting(job.job_id) == {
-        f"{job.job_id}+0": ("COMPLETED", "0:0"),
-        f"{job.job_id}+1": ("COMPLETED", "0:0"),
-    }
+    assert accounting(job.job_id, Het.JOB) == [("COMPLETED", "0:0")] * 2
     assert job.watcher.get_state(job.job_id, mode="force") == "COMPLETED"
     wait_until(lambda: not driver.processes(), "every process to be gone")
     logs = driver.run / "attempts/1/logs"
@@ -136,11 +133,8 @@ def test_killed_learner_task_ends_the_job(driver: Driver, het: Het) -> None:
     driver.do("learner-1", "kill")
     with pytest.raises(FailedJobError, match="ComponentError: learner rank 1 on"):
         job.result()
-    states = accounting(job.job_id)
+    assert accounting(job.job_id, het)[0] == ("FAILED", "1:0")
     assert time.monotonic() - began < 30
-    components = [f"{job.job_id}+0", f"{job.job_id}+1"] if het is Het.JOB else [job.job_id]
-    assert list(states) == components
-    assert states[components[0]] == ("FAILED", "1:0")
     reason = ended(driver)["reason"]
     assert reason.startswith(
         f"learner rank 1 on {node} was killed by signal 9 (SIGKILL) in phase train of step 7"
@@ -156,7 +150,7 @@ def test_sampler_that_dies_three_times_in_a_row_ends_the_job(driver: Driver) -> 
     driver.do("sampler-0", "always kill")
     with pytest.raises(FailedJobError, match="death 3 in a row, 2 restarts are allowed"):
         job.result()
-    assert accounting(job.job_id) == {job.job_id: ("FAILED", "1:0")}
+    assert accounting(job.job_id, Het.STEPS) == [("FAILED", "1:0")]
     assert driver.started("sampler-0", 2) is not None
     assert driver.started("sampler-0", 3) is None
 
@@ -166,13 +160,29 @@ def test_walltime_signal_interrupts_the_run(driver: Driver) -> None:
     wait_all_started(driver)
     # what `--signal=B:USR2@60` sends
     subprocess.run(["scancel", "--batch", "--signal=USR2", job.job_id], check=True)
-    assert accounting(job.job_id)[f"{job.job_id}+0"] == ("FAILED", "75:0")
+    assert accounting(job.job_id, Het.JOB)[0] == ("FAILED", "75:0")
     assert (driver.run / "do/learner-1.stopped").exists()
     assert ended(driver)["exit_code"] == ExitCode.INTERRUPTED
     assert describe_run(RunDir(driver.run)).state is RunState.INTERRUPTED
     job._results_timeout_s = 0
     with pytest.raises(UncompletedJobError, match="has not produced any output"):
         job.result()
+
+
+def test_requeued_job_makes_the_next_attempt(driver: Driver) -> None:
+    job = submit(make_plan(driver, Het.JOB))
+    wait_all_started(driver)
+    job.paths.result_pickle.touch()  # of an earlier run, and of a save that was cut short
+    job.paths.result_pickle.with_suffix(".pkl.save_tmp").touch()
+    subprocess.run(["scontrol", "requeue", job.job_id], check=True)
+    again = driver.wait_started("learner-1", 1)
+    assert again["world"]["attempt"] == 2
+    assert again["world"]["job_id"] == job.job_id
+    assert not job.paths.result_pickle.exists()
+    driver.do("finish")
+    assert job.result() == ExitCode.DONE
+    assert accounting(job.job_id, Het.JOB) == [("COMPLETED", "0:0")] * 2
+    assert ended(driver, 2)["reason"] == "learner completed"
 
 
 SUPERVISE = """
@@ -193,12 +203,13 @@ def test_script_by_hand(driver: Driver) -> None:
         path.write_text(json.dumps(shape.to_json()))
         script = render_script(plan, [sys.executable, "-c", SUPERVISE, str(path)])
         driver.do("finish")
-        done = subprocess.run(
+        done = subprocess.run(  # --wait passes the job's exit code on
             ["sbatch", "--parsable", "--wait", f"--output={driver.run}/batch-%j.out"],
+            check=False,
             input=script,
             capture_output=True,
             text=True,
             timeout=60,
         )
-        codes.append(accounting(done.stdout.strip())[done.stdout.strip()])
+        codes += accounting(done.stdout.strip(), Het.STEPS)
     assert codes == [("COMPLETED", "0:0"), ("FAILED", "1:0")]

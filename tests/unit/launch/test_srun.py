@@ -17,7 +17,6 @@ from hpc_rlhf.launch.srun import (
     step_environment,
 )
 from hpc_rlhf.launch.steps import StepExit, TaskDeath
-
 from tests.launch_driver import wait_until
 
 PLAN = JobPlan(
@@ -179,7 +178,7 @@ def test_who_died(text: str, returncode: int, expected: StepExit) -> None:
 def test_srun_that_hangs_after_a_death_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(srun, "PEER_GRACE_S", 0.2)
+    monkeypatch.setattr(srun, "peer_grace_s", lambda _death: 0.2)
     monkeypatch.setattr(srun, "KILL_GRACE_S", 0.2)
     log = tmp_path / "learner-srun.log"
     log.write_text("srun: error: node9: task 9: Killed\n")  # of an earlier incarnation

@@ -8,7 +8,6 @@ import threading
 import time
 
 import pytest
-from tests.launch_driver import Driver, is_alive, wait_until
 
 from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.errors import ExitCode
@@ -18,6 +17,7 @@ from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.launch.local import LocalStepLauncher
 from hpc_rlhf.launch.supervisor import supervise
 from hpc_rlhf.run_dir import Attempt
+from tests.launch_driver import Driver, is_alive, wait_until
 
 HOST = os.uname().nodename
 
@@ -162,6 +162,21 @@ def test_exit_code_of_the_learner_decides(driver: Driver, action: str, expected:
     code, ended = attempt.wait()
     assert code == expected
     assert ended["exit_code"] == expected
+
+
+def test_peers_of_a_rank_that_stopped_on_request_are_waited_for(driver: Driver) -> None:
+    attempt = Supervised(driver.plan())
+    for rank in (0, 1):
+        driver.wait_started(f"learner-{rank}")
+    driver.do("learner-0", "deaf")  # as one that still writes
+    wait_until(lambda: (driver.run / "do/learner-0.deaf").exists(), "rank 0 to be deaf")
+    attempt.flag.request("SIGUSR2")
+    wait_until(lambda: (driver.run / "do/learner-1.stopped").exists(), "rank 1 to stop")
+    time.sleep(4)  # longer than the peers of a failed rank have
+    driver.do("learner-0", "exit 75")
+    code, _ = attempt.wait()
+    assert code == ExitCode.INTERRUPTED
+    assert len(list(driver.run.glob("do/learner-0.done-*"))) == 2  # it was there to be told
 
 
 def test_learner_that_does_not_stop_is_ended_after_the_delay(
