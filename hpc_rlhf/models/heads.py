@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+ROW_BLOCK = 8192
+
 
 def vocab_parallel_log_probs(
     hidden: torch.Tensor,
@@ -102,7 +104,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_entropy[part],
             )
             grad_hidden[part] = grad_logits @ weight[:rows]
-            grad_weight[:rows] += grad_logits.T @ hidden[part]
+            # By blocks of rows: the product of all of them would be as large as the output matrix.
+            for block in range(0, rows, ROW_BLOCK):
+                columns = slice(block, min(block + ROW_BLOCK, rows))
+                grad_weight[columns] += grad_logits[:, columns].T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 

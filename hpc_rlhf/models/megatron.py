@@ -108,7 +108,7 @@ class PolicyModel(GPTModel):
             )
         )
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
         """Run this stage over one packed micro-batch.

@@ -103,7 +103,7 @@ def _relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Te
 
 
 def _norm(tensors: dict[str, torch.Tensor]) -> float:
-    return torch.cat([t.flatten() for t in tensors.values()]).norm().item()
+    return torch.cat([t.flatten() for t in tensors.values()]).double().norm().item()
 
 
 LAYOUTS = [

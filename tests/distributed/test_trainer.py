@@ -208,6 +208,37 @@ def test_nothing_to_learn_is_an_error_and_empty_completions_are_not(
     assert stats["kl"] == pytest.approx(0.0, abs=1e-9)
 
 
+def _hf_sft_loss(model: torch.nn.Module, sequences: list[tuple[np.ndarray, np.ndarray]]) -> Any:
+    """Token mean of the negative log-likelihood, one sequence at a time."""
+    losses = []
+    for ids, mask in sequences:
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        table = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        losses.append(-table.gather(1, tokens[1:, None])[:, 0][torch.from_numpy(mask[1:])])
+    return torch.cat(losses).mean()
+
+
+def test_fewer_sequences_than_data_parallel_ranks(
+    tiny_models: dict[str, Path], batch: Experience
+) -> None:
+    """The rank without a sequence takes part with an empty micro-batch and adds nothing."""
+    directory = tiny_models["qwen2-tied"]
+    ids = batch.rollouts[0].token_ids
+    sequences = [(ids, np.arange(len(ids)) >= 5)]
+    reference = hf_model(directory)
+    loss = _hf_sft_loss(reference, sequences)
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).double().norm().item()
+
+    def learn(parallel: ParallelConfig) -> dict[str, float]:
+        return make_trainer(directory, parallel).sft_step(sequences)
+
+    for parallel in (ParallelConfig(pipeline=2), ParallelConfig(tensor=2, sequence=True)):
+        for stats in run_ranks(learn, 4, parallel):
+            assert stats["loss"] == pytest.approx(loss.item(), rel=1e-5)
+            assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
 def test_supervised_steps(tiny_models: dict[str, Path], batch: Experience) -> None:
     """The first loss is the cross-entropy of Hugging Face's model; repeating drives it down."""
     directory = tiny_models["qwen2-tied"]
@@ -215,12 +246,7 @@ def test_supervised_steps(tiny_models: dict[str, Path], batch: Experience) -> No
         (r.token_ids, np.arange(len(r.token_ids)) >= len(r.prompt.token_ids))
         for r in batch.rollouts[:6]
     ]
-    reference, losses = hf_model(directory), []
-    for ids, mask in sequences:
-        tokens = torch.from_numpy(ids.astype(np.int64))
-        table = (reference(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-        losses.append(-table.gather(1, tokens[1:, None])[:, 0][torch.from_numpy(mask[1:])])
-    expected = torch.cat(losses).mean().item()
+    expected = _hf_sft_loss(hf_model(directory), sequences).item()
 
     def learn() -> list[float]:
         adam = OptimizerConfig(lr=3e-3)
