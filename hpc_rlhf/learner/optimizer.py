@@ -56,13 +56,18 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            if not params:
+                continue
+            # One number a parameter, since adam() counts each of them up.
+            steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device)
             adam(
                 params,
                 [p.grad for p in params],
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                [torch.tensor(group["step"] - 1.0) for _ in params],  # adam() counts them up itself
+                list(steps.unbind()),
+                fused=True,  # without copies the size of the parameters
                 amsgrad=False,
                 has_complex=False,
                 beta1=group["betas"][0],

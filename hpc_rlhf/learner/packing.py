@@ -49,9 +49,9 @@ class MicroBatch:
     position_ids: Tensor  # int64 [T], from 0 in every segment
     targets: Tensor  # int64 [T]
     loss_mask: Tensor  # bool [T]
+    learned: Tensor  # int64 [M], the positions where loss_mask is True
     cu_seqlens: Tensor  # int32 [S + 1], segment s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]
     sequence_index: Tensor  # int64 [S], index into the packed items, PADDING for padding
-    max_seqlen: int  # longest segment
     fields: Mapping[str, Tensor]  # each float32 [T], 0 on padding
 
     @property
@@ -68,7 +68,7 @@ class MicroBatch:
         """
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "position_ids", "targets", "loss_mask")
+            for name in ("tokens", "position_ids", "targets", "loss_mask", "learned")
         }
         fields = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
         return replace(self, **moved, fields=fields)
@@ -239,13 +239,14 @@ def _micro_batch(
         return torch.from_numpy(flat)
 
     mine = [items[i] for i in indices]
+    loss_mask = joined([i.loss_mask for i in mine], False, np.bool_)
     return MicroBatch(
         tokens=joined([i.tokens for i in mine], pad_token_id, np.int64),
         position_ids=torch.cat([torch.arange(n) for n in segments]),
         targets=joined([i.targets for i in mine], pad_token_id, np.int64),
-        loss_mask=joined([i.loss_mask for i in mine], False, np.bool_),
+        loss_mask=loss_mask,
+        learned=loss_mask.nonzero()[:, 0],
         cu_seqlens=torch.tensor([0, *np.cumsum(segments)], dtype=torch.int32),
         sequence_index=torch.tensor(index, dtype=torch.int64),
-        max_seqlen=max(segments),
         fields={n: joined([i.fields[n] for i in mine], 0.0, np.float32) for n in names},
     )

@@ -423,18 +423,17 @@ def _log_probs(
     model: PolicyModel, batch: MicroBatch, hidden: Tensor, *, temperature: float, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets and entropies [T], 0 where the mask is False."""
-    positions = batch.loss_mask.nonzero()[:, 0]
     log_probs, entropy = model.log_probs(
         hidden,
-        batch.targets[positions],
+        batch.targets[batch.learned],
         temperature=temperature,
         chunk_tokens=chunk_tokens,
-        positions=positions,
+        positions=batch.learned,
     )
     nothing = torch.zeros(len(batch.tokens), dtype=torch.float32, device=hidden.device)
     return (
-        nothing.index_copy(0, positions, log_probs),
-        nothing.index_copy(0, positions, entropy.detach()),
+        nothing.index_copy(0, batch.learned, log_probs),
+        nothing.index_copy(0, batch.learned, entropy.detach()),
     )
 
 

@@ -74,7 +74,7 @@ def test_two_sequences_and_padding_laid_out_by_hand() -> None:
     assert batch.sequence_index.tolist() == [0, 1, PADDING]
     assert batch.fields["x"].tolist() == [0.0, 2.0, 3.0, 4.0, 0.0, 0.0]
     assert batch.num_padding == 2
-    assert batch.max_seqlen == 2
+    assert batch.learned.tolist() == [1, 2, 3]
     assert (batch.tokens.dtype, batch.cu_seqlens.dtype) == (torch.int64, torch.int32)
     split = batch.unpack(np.arange(6, dtype=np.float32))
     assert [(i, v.tolist()) for i, v in split] == [(0, [1.0]), (1, [2.0, 3.0])]
