@@ -1,0 +1,81 @@
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rlhf.data.quickstart import DEMONSTRATIONS, MODEL, PROMPTS, prepare
+from hpc_rlhf.errors import UserError
+
+SMALL: dict[str, Any] = {"hidden": 64, "heads": 2, "demonstrations": 500}
+
+
+def _lines(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _sum(prompt: str) -> int:
+    a, b = prompt.removesuffix("=").split("+")
+    return int(a) + int(b)
+
+
+def test_prompts_have_right_answers_and_demonstrations_mostly_wrong_ones(tmp_path: Path) -> None:
+    directory = prepare({"directory": str(tmp_path / "q"), "demonstrations": 2000})
+    prompts = _lines(directory / PROMPTS)
+    assert len({record["prompt"] for record in prompts}) == 100
+    assert all(int(record["answer"]) == _sum(record["prompt"]) for record in prompts)
+    shown = _lines(directory / DEMONSTRATIONS)
+    right = sum(int(record["completion"]) == _sum(record["prompt"]) for record in shown)
+    # 0.35, and one guess in 19 hits: 0.38; five standard deviations are 0.054
+    assert 0.33 < right / len(shown) < 0.44
+    assert {record["prompt"] for record in shown} == {record["prompt"] for record in prompts}
+
+
+def test_it_is_made_once_and_equal_for_equal_seeds(tmp_path: Path) -> None:
+    first = prepare({"directory": str(tmp_path / "a"), "seed": 3, **SMALL})
+    times = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
+    prepare({"directory": str(tmp_path / "a"), "seed": 3, **SMALL})
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == times
+    again = prepare({"directory": str(tmp_path / "b"), "seed": 3, **SMALL})
+    other = prepare({"directory": str(tmp_path / "c"), "seed": 4, **SMALL})
+    for name in (f"{MODEL}/model.safetensors", DEMONSTRATIONS):
+        assert (first / name).read_bytes() == (again / name).read_bytes()
+        assert (first / name).read_bytes() != (other / name).read_bytes()
+    assert (first / PROMPTS).read_bytes() == (other / PROMPTS).read_bytes()
+
+
+def test_what_was_made_from_other_settings_is_not_used(tmp_path: Path) -> None:
+    prepare({"directory": str(tmp_path / "a"), **SMALL})
+    with pytest.raises(UserError, match=r"assets\.directory=.*/a: was not made from these assets"):
+        prepare({"directory": str(tmp_path / "a"), "seed": 1, **SMALL})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="remove it, or give another"):
+        prepare({"directory": str(tmp_path / "mine"), **SMALL})
+
+
+def test_unknown_or_useless_settings(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"assets: .*'depth'; expected directory, seed"):
+        prepare({"directory": str(tmp_path / "a"), "depth": 3})
+    with pytest.raises(UserError, match=r"assets\.correct_fraction=0: expected"):
+        prepare({"directory": str(tmp_path / "a"), "correct_fraction": 0})
+    assert not (tmp_path / "a").exists()
+
+
+def test_several_runs_may_prepare_it_at_once(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            prepare({"directory": str(tmp_path / "a"), **SMALL})
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]  # nothing half made is left
