@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rlhf.data.tiny import make_tiny_model
 from hpc_rlhf.run_dir import Attempt
 from tests.engine.learners import Learner, run_learner
 from tests.engine.servers import Server, new_run
+from tests.tiny_models import SIZES, TINY_MODELS
 
 
 @dataclass
@@ -53,12 +55,18 @@ def _end(fleet: Fleet) -> None:
     fleet.starter.shutdown()
 
 
+def _model(directory: Path, name: str) -> Path:
+    model = TINY_MODELS[name]
+    # vLLM's Qwen2 takes head_dim to be hidden / heads
+    sizes = SIZES | {"hidden": 128, "heads": 4, "head_dim": 32}
+    return make_tiny_model(directory, family=model.family, **sizes, **model.options)
+
+
 @pytest.fixture(scope="session")
-def tied_fleet(
-    tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path]
-) -> Iterator[Fleet]:
+def tied_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One server of a model with tied embeddings and biases, serving version 0 of it."""
-    fleet = _start(tmp_path_factory.mktemp("tied") / "run", tiny_models["qwen2-tied"], [1])
+    directory = tmp_path_factory.mktemp("tied")
+    fleet = _start(directory / "run", _model(directory / "model", "qwen2-tied"), [1])
     for server in fleet.servers:
         server.endpoint()
 
@@ -71,11 +79,10 @@ def tied_fleet(
 
 
 @pytest.fixture(scope="session")
-def fleet(
-    tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path]
-) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two servers of an untied model: replica 0 with one worker, replica 1 with two (TP=2)."""
-    fleet = _start(tmp_path_factory.mktemp("fleet") / "run", tiny_models["llama3-rope"], [1, 2])
+    directory = tmp_path_factory.mktemp("fleet")
+    fleet = _start(directory / "run", _model(directory / "model", "llama3-rope"), [1, 2])
     for server in fleet.servers:
         server.endpoint()
     yield fleet
