@@ -18,12 +18,13 @@ def make_rule(name: str, pattern: str | None, function: str | None) -> Rule:
     Raises:
         UserError: a pattern that does not compile, or a function that cannot be imported.
     """
+    compiled = None if pattern is None else _compile(pattern)
     if name == "exact":
-        return exact_match(_compile(pattern))
+        return exact_match(compiled)
     if name == "regex":
-        if pattern is None:
+        if compiled is None:
             raise UserError("reward.name=regex needs reward.pattern, a regular expression")
-        return regex_match(_compile(pattern))
+        return regex_match(compiled)
     if function is None:
         raise UserError("reward.name=python needs reward.function, package.module:function")
     return import_function(function)
@@ -44,7 +45,7 @@ def exact_match(pattern: re.Pattern[str] | None) -> Rule:
         matches = list(pattern.finditer(completion))
         if not matches:
             return 0.0
-        given = matches[-1].group(1 if pattern.groups else 0)
+        given = matches[-1].group(1 if pattern.groups else 0) or ""  # the group may be optional
         return float(normalize(given) == normalize(answer))
 
     return rule
@@ -77,19 +78,17 @@ def import_function(path: str) -> Rule:
         raise UserError(f"reward.function={path}: expected package.module:function")
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, SyntaxError) as error:
+    except Exception as error:  # the user's module may raise anything while it is imported
         raise UserError(
-            f"reward.function={path}: cannot import it: {error}; "
-            "the module must be importable where hpc-rlhf runs (PYTHONPATH)"
+            f"reward.function={path}: cannot import it: {type(error).__name__}: {error}; "
+            "the module must be importable where hpc-rlhf runs (working directory or PYTHONPATH)"
         ) from error
     if not callable(function):
         raise UserError(f"reward.function={path}: it is a {type(function).__name__}, not callable")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
-def _compile(pattern: str | None) -> re.Pattern[str] | None:
-    if pattern is None:
-        return None
+def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -1,17 +1,20 @@
 """A verifier process that can be killed: user code that hangs, crashes or leaks stays in there."""
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
 from typing import Any
 
 from hpc_rlhf.config import RewardConfig
-from hpc_rlhf.errors import ComponentError
+from hpc_rlhf.errors import ComponentError, UserError, WaitTimeout
 
 _START_TIMEOUT_S = 120.0  # imports of the user's module, from a slow filesystem
+_END_TIMEOUT_S = 30.0  # of a killed process; only one that hangs in the kernel takes longer
 
 
 class VerifierFailure(Exception):
@@ -31,19 +34,50 @@ class VerifierProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
 
+    def start(self) -> None:
+        """Start the process, and have it import the rule.
+
+        Raises:
+            UserError: the rule cannot be made there: a bad pattern, a function without a module.
+            ComponentError: the process did not get that far.
+        """
+        self._unread = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hpc_rlhf.scoring.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # a group of its own, so that its children die with it
+        )
+        try:
+            self._send(self._rule)
+            reply = self._receive(_START_TIMEOUT_S)
+        except TimeoutError:
+            self.close()
+            raise ComponentError(
+                f"scoring: the verifier process was not ready within {_START_TIMEOUT_S:g} s"
+            ) from None
+        except (BrokenPipeError, EOFError):
+            code = self._end()
+            raise ComponentError(
+                f"scoring: the verifier process died while it started, exit code {code}; "
+                "its error is on the standard error above"
+            ) from None
+        if "error" in reply:
+            self.close()
+            raise UserError(reply["error"])
+
     def score(self, completion: str, answer: str | None, fields: dict[str, Any]) -> float:
         """Apply the rule to one sample.
 
         Raises:
             VerifierFailure: it took longer than ``timeout_s``, died, raised, or returned no finite
                 number.
-            ComponentError: the process cannot be started.
+            UserError, ComponentError: the process cannot be started; see :meth:`start`.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        item = {"completion": completion, "answer": answer, "fields": fields}
+        if self._process is None:
+            self.start()
         try:
-            self._send(item)
+            self._send({"completion": completion, "answer": answer, "fields": fields})
             reply = self._receive(self._timeout_s)
         except TimeoutError:
             self.close()
@@ -56,27 +90,9 @@ class VerifierProcess:
         return float(reply["reward"])
 
     def close(self) -> None:
-        """Kill the process and reap it."""
+        """Kill the process and its children, and reap it."""
         if self._process is not None:
-            self._process.kill()
             self._end()
-
-    def _start(self) -> None:
-        self._unread = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "hpc_rlhf.scoring.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        try:
-            self._send(self._rule)
-            self._receive(_START_TIMEOUT_S)
-        except (TimeoutError, BrokenPipeError, EOFError):
-            self.close()
-            raise ComponentError(
-                f"scoring: the verifier process did not start within {_START_TIMEOUT_S:g} s; "
-                "its error is in the log of learner rank 0"
-            ) from None
 
     def _send(self, value: Any) -> None:
         assert self._process is not None
@@ -101,14 +117,23 @@ class VerifierProcess:
         return dict(json.loads(line))
 
     def _end(self) -> int:
-        """Close the pipes and reap the process."""
+        """Kill what is left of the process group, close the pipes, and return the exit code."""
         assert self._process is not None
         process, self._process = self._process, None
+        # A process that ended by itself keeps its code. Its group cannot be somebody else's before
+        # it is reaped, below.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:  # what was not flushed has no reader any more
-                    pass
-        process.kill()
-        return process.wait()
+            assert pipe is not None
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # what was not flushed has no reader any more
+                pipe.close()
+        try:
+            return process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise WaitTimeout(
+                f"scoring: verifier process {process.pid} did not end within {_END_TIMEOUT_S:g} s "
+                "of SIGKILL: it hangs in the kernel, most likely on a filesystem"
+            ) from None

@@ -4,37 +4,56 @@ import queue
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from hpc_rlhf.config import RewardConfig
-from hpc_rlhf.errors import ComponentError
+from hpc_rlhf.errors import ComponentError, UserError
 from hpc_rlhf.scoring.sandbox import VerifierFailure, VerifierProcess
 from hpc_rlhf.types import Rollout, Scores
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def make_verifier(config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> "VerifierPool":
+
+def make_verifier(config: RewardConfig, tokenizer: "PreTrainedTokenizerBase") -> "VerifierPool":
     """The verifier that ``reward`` configures; its processes start with the first batch."""
     return VerifierPool(config, tokenizer)
+
+
+def check_reward(config: RewardConfig) -> None:
+    """Make the configured rule in a verifier process, as training will.
+
+    Raises:
+        UserError: it cannot be made; the message says why.
+    """
+    process = VerifierProcess(config)
+    try:
+        process.start()
+    except ComponentError as error:  # its module ended the process, or never finished importing
+        raise UserError(f"reward.function={config.function}: {error}") from error
+    finally:
+        process.close()
 
 
 class VerifierPool:
     """``reward.workers`` verifier processes, each scoring one sample at a time."""
 
-    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RewardConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._max_failure_fraction = config.max_failure_fraction
         self._processes = [VerifierProcess(config) for _ in range(config.workers)]
         self._free: queue.SimpleQueue[VerifierProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._free.put(process)
+        # Long-lived threads, because a verifier process dies with the thread that started it.
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="verifier")
 
     def score(self, rollouts: Sequence[Rollout]) -> Scores:
         """Score every rollout; one whose verifier failed is excluded, which is not a zero.
 
-        Completions are decoded without special tokens.
+        Completions are decoded without special tokens; one cut by the length limit is scored too.
 
         Raises:
             ComponentError: more than ``max_failure_fraction`` of the batch failed; names the
@@ -55,7 +74,7 @@ class VerifierPool:
         return Scores(rewards=np.array(rewards, np.float32), excluded=excluded)
 
     def _score_one(self, rollout: Rollout, text: str) -> float | str:
-        process = self._free.get()
+        process = self._free.get_nowait()  # as many processes as threads
         try:
             return process.score(text, rollout.prompt.answer, dict(rollout.prompt.fields))
         except VerifierFailure as failure:
@@ -64,7 +83,7 @@ class VerifierPool:
             self._free.put(process)
 
     def close(self) -> None:
-        """End the verifier processes."""
+        """End the verifier processes, after the samples under way: at most ``timeout_s``."""
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.close()
