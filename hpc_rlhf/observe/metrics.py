@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_rlhf.fs import publish
+from hpc_rlhf.fs import publish_text
 from hpc_rlhf.run_dir import RunDir
 
 METRICS_FILE = "metrics.jsonl"
@@ -26,37 +26,41 @@ class MetricsWriter:
     """Appends a record per step; after a crash and a resume each step still has exactly one."""
 
     def __init__(self, run: RunDir) -> None:
-        """Nothing is written before the first record or :meth:`truncate`."""
+        """Nothing is written before the first record."""
         self._path = run.metrics / METRICS_FILE
         self._board_path = run.metrics / TENSORBOARD_DIRECTORY
         self._board: Any = None
 
     def truncate(self, step: int) -> None:
-        """Forget what comes after ``step``: a resumed run is about to do it again."""
+        """Forget what comes after ``step``, and what a crash left half written."""
         kept = [record for record in _read(self._path) if record["step"] <= step]
-        text = "".join(json.dumps(record) + "\n" for record in kept)
-        publish(self._path, lambda file: file.write(text.encode()))
+        publish_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        self.close()
 
     def write(self, step: int, attempt: int, values: Mapping[str, float]) -> None:
         """Append the record of ``step`` and fsync it.
 
-        Values that are not finite are written as null: JSON has no NaN.
+        The first record of a process replaces those of the same and of later steps, which an
+        attempt before it wrote after its last checkpoint. Values that are not finite are written
+        as null: JSON has no NaN.
         """
+        if self._board is None:
+            self.truncate(step - 1)
+            self._board = _rebuild_board(self._board_path, _read(self._path))
         record: dict[str, Any] = {"step": step, "time": time.time(), "attempt": attempt}
         record |= {k: float(v) if math.isfinite(v) else None for k, v in sorted(values.items())}
         with self._path.open("ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        if self._board is None:
-            self._board = _rebuild_board(self._board_path, _read(self._path))
-        else:
-            _add(self._board, record)
+        _add(self._board, record)
         self._board.flush()
 
     def close(self) -> None:
+        """Close the event file; a later record makes it again."""
         if self._board is not None:
             self._board.close()
+            self._board = None
 
 
 def _rebuild_board(directory: Path, records: list[dict[str, Any]]) -> Any:
@@ -67,7 +71,8 @@ def _rebuild_board(directory: Path, records: list[dict[str, Any]]) -> Any:
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        shutil.rmtree(directory)
     writer = SummaryWriter(str(directory), max_queue=10_000)
     for record in records:
         _add(writer, record)
@@ -81,12 +86,15 @@ def _add(writer: Any, record: Mapping[str, Any]) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
+    return parse_records(path.read_bytes()) if path.exists() else []
+
+
+def parse_records(data: bytes) -> list[dict[str, Any]]:
+    """Parse lines of JSON; what a killed process or a lost block of a filesystem left is skipped."""
     records = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in data.split(b"\n"):
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # the last write of a killed process; the step is done again
+        except ValueError:  # not JSON, or not even text
+            continue
     return records

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_rlhf.fs import read_json
-from hpc_rlhf.observe.metrics import METRICS_FILE, read_metrics
+from hpc_rlhf.observe.metrics import METRICS_FILE, parse_records, read_metrics
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Phase
 
@@ -18,9 +19,11 @@ _POLL_S = 0.5
 _SHOWN_STEPS = 15
 _ENDS = 5  # steps at each end of the run that the summary compares
 
+REWARD = "reward/mean"
+
 # metric, heading, format
 _COLUMNS = (
-    ("reward/mean", "reward", "{:.3f}"),
+    (REWARD, "reward", "{:.3f}"),
     ("kl", "KL", "{:.4f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("response_length/mean", "length", "{:.1f}"),
@@ -28,36 +31,65 @@ _COLUMNS = (
     ("time/step", "s", "{:.2f}"),
     *((f"time/{phase}", phase.value, "{:.2f}") for phase in Phase if phase is not Phase.SETUP),
 )
+_LEARNING_COLUMNS = 4  # the first ones; the others are speed
+_COUNTS = (
+    ("reward/excluded", "samples excluded (verifier failed)"),
+    ("rollout/reissued", "samples reissued"),
+    ("rollout/deaths", "sampler deaths"),
+)
 
 
 def follow(run: RunDir, stop: Callable[[], bool], console: Console) -> None:
     """Show the steps of ``run`` as they are recorded, until ``stop()``.
 
-    On a terminal a live table of the last steps and the phase under way; else a plain line a step.
-    Steps that were recorded before are not shown.
+    On a terminal a live table of the last steps and the phase under way; else a plain line for each
+    new step.
     """
-    shown = max((record["step"] for record in read_metrics(run)), default=0)
+    path = run.metrics / METRICS_FILE
+    records = _Unchanged(path)
     if console.is_terminal:
-        with Live(console=console, refresh_per_second=4, transient=False) as live:
+        with Live(console=console, auto_refresh=False) as live:
             while not stop():
-                live.update(Group(_table(read_metrics(run)[-_SHOWN_STEPS:]), _progress(run)))
+                table = _table(records.read()[-_SHOWN_STEPS:])
+                live.update(Group(table, _progress(run)), refresh=True)
                 time.sleep(_POLL_S)
-            live.update(_table(read_metrics(run)[-_SHOWN_STEPS:]))
+            live.update(_table(records.read()[-_SHOWN_STEPS:]), refresh=True)
         return
-    size = -1
+    shown = max(map(_order, records.read()), default=(0, 0))
     while True:
-        ending = stop()
-        path = run.metrics / METRICS_FILE
-        now = path.stat().st_size if path.exists() else 0
-        if now != size:
-            size = now
-            for record in read_metrics(run):
-                if record["step"] > shown:
-                    shown = record["step"]
-                    console.print(line(record), highlight=False, soft_wrap=True)
+        ending = stop()  # asked first, so that what is recorded by then is shown
+        for record in records.read():
+            if _order(record) > shown:
+                shown = _order(record)
+                console.print(line(record), highlight=False, soft_wrap=True)
         if ending:
             return
         time.sleep(_POLL_S)
+
+
+class _Unchanged:
+    """Records of a metrics file, parsed again only when the file has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._state: tuple[int, int] | None = None
+        self._records: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return []
+        # A resumed run replaces the file: another inode, perhaps of the same size.
+        state = (status.st_ino, status.st_size)
+        if state != self._state:
+            self._state, self._records = state, parse_records(self._path.read_bytes())
+        return self._records
+
+
+def _order(record: Mapping[str, Any]) -> tuple[int, int]:
+    """A resumed attempt does some steps again: they are newer than the same ones before."""
+    return record["attempt"], record["step"]
 
 
 def line(record: Mapping[str, Any]) -> str:
@@ -70,39 +102,44 @@ def summary(run: RunDir) -> Table | Text:
     """The run as a whole: how reward moved, what it cost, where things are."""
     records = read_metrics(run)
     if not records:
-        return Text("no step was recorded")
+        return Text(f"run {run.path.name}: no step was recorded")
     table = Table(title=f"run {run.path.name}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
     first, last = records[:_ENDS], records[-_ENDS:]
-    for name, heading, form in _COLUMNS[:5]:
+    for name, heading, form in _COLUMNS[:_LEARNING_COLUMNS]:
         a, b = _mean(first, name), _mean(last, name)
         if a is not None and b is not None:
             text = f"{form.format(a)} -> {form.format(b)}"
-            table.add_row(heading, f"{text}   (first {len(first)}, last {len(last)} steps)")
-    gain = _gain(first, last)
-    if gain is not None:
-        table.add_row("reward gain", f"{gain:+.3f}")
-    total = sum(record.get("time/step") or 0.0 for record in records)
-    phases = [
-        f"{phase.value} {sum(r.get(f'time/{phase}') or 0.0 for r in records) / total:.0%}"
-        for phase in Phase
-        if any(f"time/{phase}" in record for record in records)
-    ]
-    table.add_row("steps", f"{len(records)} in {total:.0f} s: {', '.join(phases)}")
+            if name == REWARD:
+                text += (
+                    f"   ({b - a:+.3f}; means of the first {len(first)} and last {len(last)} steps)"
+                )
+            table.add_row(heading, text)
+    rewarded = [record for record in records if record.get(REWARD) is not None]
+    if rewarded:
+        best = max(rewarded, key=lambda record: record[REWARD])
+        table.add_row("best reward", f"{best[REWARD]:.3f} at step {best['step']}")
+    for name, heading in _COUNTS:
+        count = _total(records, name)
+        if count:
+            table.add_row(heading, f"{count:.0f}")
+    seconds = {phase: _total(records, f"time/{phase}") for phase in Phase}
+    total = _total(records, "time/step") + seconds[Phase.SETUP]
+    shares = [f"{phase} {spent / total:.0%}" for phase, spent in seconds.items() if spent]
+    table.add_row("steps", f"{len(records)} in {total:.0f} s: {', '.join(shares)}")
+    sampling = _total(records, "rollout/seconds")
+    if sampling:
+        tokens = _total(records, "rollout/tokens")
+        table.add_row("sampled", f"{tokens:.0f} tokens, {tokens / sampling:.0f} tokens/s")
     idle = _mean(records, "trainer/idle_fraction")
     if idle is not None:
         table.add_row("trainer idle", f"{idle:.0%}")
     table.add_row("attempts", str(len(run.attempt_numbers())))
     if (run.path / "policy").is_dir():
         table.add_row("policy", str(run.path / "policy"))
-    table.add_row("metrics", f"{run.metrics / METRICS_FILE}, tensorboard --logdir {run.metrics}")
+    table.add_row("metrics", f"{run.metrics / METRICS_FILE}\ntensorboard --logdir {run.metrics}")
     return table
-
-
-def _gain(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]]) -> float | None:
-    a, b = _mean(first, "reward/mean"), _mean(last, "reward/mean")
-    return None if a is None or b is None else b - a
 
 
 def _table(records: Sequence[Mapping[str, Any]]) -> Table:
@@ -135,3 +172,7 @@ def _cell(record: Mapping[str, Any], name: str, form: str) -> str:
 def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
     values = [record[name] for record in records if record.get(name) is not None]
     return sum(values) / len(values) if values else None
+
+
+def _total(records: Sequence[Mapping[str, Any]], name: str) -> float:
+    return sum(record.get(name) or 0.0 for record in records)

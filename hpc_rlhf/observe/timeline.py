@@ -14,7 +14,11 @@ from hpc_rlhf.types import Phase
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step by phase; what is between phases is in ``total`` only."""
+    """Seconds of one step by phase.
+
+    ``total`` is from the step's first phase to its end, so that it holds what is between phases,
+    too. The first step of an attempt also names the SETUP before it, which is not in ``total``.
+    """
 
     step: int
     seconds: dict[Phase, float]
@@ -50,8 +54,8 @@ class Timeline:
         attempt: publish every change of phase to its ``progress.json``; one process does.
         """
         self._progress = attempt.progress if attempt else None
-        self._seconds: dict[int, dict[Phase, float]] = defaultdict(lambda: defaultdict(float))
-        self._step_began = time.monotonic()
+        self._seconds: dict[Phase, float] = defaultdict(float)
+        self._step_began: float | None = None
         self.current: tuple[int, Phase] = (0, Phase.SETUP)
 
     @contextmanager
@@ -63,14 +67,18 @@ class Timeline:
         self.current = (step, phase)
         self._publish()
         began = time.monotonic()
+        if self._step_began is None and phase is not Phase.SETUP:
+            self._step_began = began
         yield
-        self._seconds[step][phase] += time.monotonic() - began
+        self._seconds[phase] += time.monotonic() - began
 
     def finish(self, step: int) -> StepTimes:
-        """Close the books of ``step``, which ends now; the next one begins."""
-        now = time.monotonic()
-        total, self._step_began = now - self._step_began, now
-        return StepTimes(step=step, seconds=dict(self._seconds.pop(step, {})), total=total)
+        """Close the books of ``step``, which ends now; the next one begins with its first phase."""
+        began = time.monotonic() if self._step_began is None else self._step_began
+        times = StepTimes(step, dict(self._seconds), time.monotonic() - began)
+        self._seconds.clear()
+        self._step_began = None
+        return times
 
     def _publish(self) -> None:
         if self._progress is None:
