@@ -6,15 +6,23 @@ expected, and what to do. Nothing here imports torch.
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpc_rlhf.config import AlgorithmName, Config, RewardName
-from hpc_rlhf.data.chat import check_special_tokens, load_tokenizer
+import numpy as np
+from rich.console import Console
+
+from hpc_rlhf.config import AlgorithmName, Config, DataConfig, PromptFormat, RewardName
+from hpc_rlhf.data.chat import check_chat_template, check_special_tokens, load_tokenizer
 from hpc_rlhf.data.demonstrations import load_demonstrations
-from hpc_rlhf.data.prompts import PromptDataset
+from hpc_rlhf.data.prompts import DROP, ERROR, PromptDataset
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch.job_plan import plan_job
 from hpc_rlhf.models.hf_layout import HfModelSpec
 from hpc_rlhf.scoring.rules import make_rule
+from hpc_rlhf.scoring.verifiers import check_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # The attention kernel of vLLM's CPU engine is built for these.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -28,11 +36,20 @@ def check_settings(config: Config) -> None:
         UserError: the first setting that cannot work.
     """
     _check_numbers(config)
+    _check_data(config.data)
     _check_layout(config)
     _check_algorithm(config)
     _check_engine(config)
     plan_job(config, Path(config.run.root) / config.run.name)
-    make_rule(config.reward.name.value, config.reward.pattern, config.reward.function)
+    if config.reward.name is RewardName.EXACT and config.data.answer_field is None:
+        raise UserError(
+            "data.answer_field=null: reward.name=exact compares with answers; name their field"
+        )
+    if config.reward.name is RewardName.PYTHON:
+        # Imported where training will: in a verifier process, and not in this one.
+        check_reward(config.reward)
+    else:
+        make_rule(config.reward.name.value, config.reward.pattern, None)
 
 
 def check(config: Config) -> None:
@@ -46,22 +63,33 @@ def check(config: Config) -> None:
         raise UserError(
             f"model.path={directory}: no such directory; expected a Hugging Face model directory"
         )
-    _check_model(config, directory)
+    spec = _check_model(config, directory)
     tokenizer = load_tokenizer(directory)
     check_special_tokens(tokenizer, directory)
-    dataset = PromptDataset.load(
-        config.data, tokenizer, max_sequence_tokens=config.model.max_sequence_tokens
-    )
-    if len(dataset.prompts) < config.run.prompts_per_step:
+    if config.data.chat_template or config.data.format is PromptFormat.MESSAGES:
+        check_chat_template(tokenizer, directory)
+    elif config.data.add_bos and tokenizer.bos_token_id is None:
+        raise UserError(f"data.add_bos=true: the tokenizer of {directory} has no bos_token")
+    with Console(stderr=True).status("") as status:  # shows nothing but on a terminal
+        dataset = PromptDataset.load(
+            config.data,
+            tokenizer,
+            max_sequence_tokens=config.model.max_sequence_tokens,
+            progress=lambda line: status.update(f"{config.data.prompts}: {line} prompts checked"),
+        )
+    if len(dataset) < config.run.prompts_per_step:
         raise UserError(
-            f"{config.data.prompts}: {len(dataset.prompts)} usable prompts are fewer than one batch, "
+            f"{config.data.prompts}: {len(dataset)} usable prompts are fewer than one batch, "
             f"run.prompts_per_step={config.run.prompts_per_step}; lower it or give more prompts"
         )
-    if config.reward.name is RewardName.EXACT and config.data.answer_field is None:
-        raise UserError("reward.name=exact compares with answers: set data.answer_field")
+    largest = max(prompt.token_ids.max() for prompt in dataset.prompts)
+    if largest >= spec.vocab_size:
+        raise UserError(
+            f"{directory}: the tokenizer makes token {largest} of {config.data.prompts}, but the "
+            f"model's vocabulary has {spec.vocab_size} ({spec.source}); is it another model's?"
+        )
     if config.warmup.steps:
-        assert config.warmup.demonstrations is not None
-        load_demonstrations(Path(config.warmup.demonstrations), config.data, tokenizer)
+        _check_demonstrations(config, tokenizer)
 
 
 def _check_numbers(config: Config) -> None:
@@ -84,6 +112,7 @@ def _check_numbers(config: Config) -> None:
         "sampling.temperature": config.sampling.temperature,
         "sampling.top_p": config.sampling.top_p,
         "sampler.tensor_parallel": config.sampler.tensor_parallel,
+        "sampler.gpu_memory_utilization": config.sampler.gpu_memory_utilization,
         "sampler.max_concurrency": config.sampler.max_concurrency,
         "sampler.start_timeout_s": config.sampler.start_timeout_s,
         "sampler.request_timeout_s": config.sampler.request_timeout_s,
@@ -94,35 +123,73 @@ def _check_numbers(config: Config) -> None:
         "sync.timeout_s": config.sync.timeout_s,
         "sync.attempts": config.sync.attempts,
         "checkpoint.every_steps": config.checkpoint.every_steps,
+        "warmup.batch_size": config.warmup.batch_size,
     }
     for name, value in positive.items():
         if not value > 0:
             raise UserError(f"{name}={value}: must be greater than 0")
-    if not config.learner.optimizer.lr > 0:
+    optimizer = config.learner.optimizer
+    if not optimizer.lr > 0:
         raise UserError(
-            f"learner.optimizer.lr={config.learner.optimizer.lr}: must be greater than 0, "
-            "or nothing is learned"
+            f"learner.optimizer.lr={optimizer.lr}: must be greater than 0, or nothing is learned"
+        )
+    not_negative = {
+        "run.seed": config.run.seed,
+        "learner.optimizer.min_lr": optimizer.min_lr,
+        "learner.optimizer.warmup_steps": optimizer.warmup_steps,
+        "learner.optimizer.weight_decay": optimizer.weight_decay,
+        "learner.optimizer.clip_grad": optimizer.clip_grad,
+        "algorithm.clip_low": config.algorithm.clip_low,
+        "algorithm.clip_high": config.algorithm.clip_high,
+        "algorithm.kl.coef": config.algorithm.kl.coef,
+        "sampling.top_k": config.sampling.top_k,  # 0: all tokens
+        "sampler.max_restarts": config.sampler.max_restarts,
+        "checkpoint.keep": config.checkpoint.keep,  # 0: all of them
+        "warmup.steps": config.warmup.steps,
+    }
+    for name, number in not_negative.items():
+        if not number >= 0:
+            raise UserError(f"{name}={number}: must not be negative")
+    samples = config.run.prompts_per_step * config.sampling.samples_per_prompt
+    if config.algorithm.mini_batches > samples:
+        raise UserError(
+            f"algorithm.mini_batches={config.algorithm.mini_batches}: a step has only {samples} "
+            "samples (run.prompts_per_step x sampling.samples_per_prompt)"
         )
     if config.sampling.top_p > 1:
         raise UserError(f"sampling.top_p={config.sampling.top_p}: must be at most 1")
-    if config.sampling.top_k < 0:
-        raise UserError(f"sampling.top_k={config.sampling.top_k}: 0 for all tokens, or a count")
-    if config.checkpoint.keep < 0:
-        raise UserError(f"checkpoint.keep={config.checkpoint.keep}: 0 keeps all, or a count")
-    for name in ("long_prompts", "bad_lines"):
-        value = getattr(config.data, name)
-        if value not in ("error", "drop"):
-            raise UserError(f"data.{name}={value}: expected error or drop")
     if not 0 <= config.reward.max_failure_fraction <= 1:
         raise UserError(
             f"reward.max_failure_fraction={config.reward.max_failure_fraction}: expected 0 to 1"
         )
-    if config.warmup.steps < 0:
-        raise UserError(f"warmup.steps={config.warmup.steps}: 0 for none, or a count")
     if config.warmup.steps and config.warmup.demonstrations is None:
         raise UserError("warmup.steps needs warmup.demonstrations, a JSONL file")
     if config.warmup.steps and not config.warmup.lr > 0:
         raise UserError(f"warmup.lr={config.warmup.lr}: must be greater than 0")
+
+
+def _check_data(data: DataConfig) -> None:
+    for name in ("long_prompts", "bad_lines"):
+        value = getattr(data, name)
+        if value not in (ERROR, DROP):
+            raise UserError(f"data.{name}={value}: expected {ERROR} or {DROP}")
+    if data.answer_pattern is not None:
+        try:
+            groups = re.compile(data.answer_pattern).groups
+        except re.error as error:
+            raise UserError(
+                f"data.answer_pattern={data.answer_pattern!r}: not a regular expression: {error}"
+            ) from error
+        if groups == 0:
+            raise UserError(
+                f"data.answer_pattern={data.answer_pattern!r}: has no group; put parentheses around "
+                "what is the answer"
+            )
+    templated = data.chat_template or data.format is PromptFormat.MESSAGES
+    if data.system is not None and not templated:
+        raise UserError("data.system: a system message needs data.chat_template=true")
+    if data.add_bos and templated:
+        raise UserError("data.add_bos=true: the chat template puts its own BOS in front")
 
 
 def _check_layout(config: Config) -> None:
@@ -161,8 +228,6 @@ def _check_algorithm(config: Config) -> None:
             f"{config.algorithm.name} compares the samples of a prompt, so it needs at least 2"
         )
     kl = config.algorithm.kl
-    if kl.coef < 0:
-        raise UserError(f"algorithm.kl.coef={kl.coef}: must not be negative")
     if config.model.reference is not None:
         reference = Path(config.model.reference)
         if not reference.is_dir():
@@ -179,7 +244,7 @@ def _check_engine(config: Config) -> None:
         )
 
 
-def _check_model(config: Config, directory: Path) -> None:
+def _check_model(config: Config, directory: Path) -> HfModelSpec:
     spec = HfModelSpec.from_directory(directory)
     spec.check_parallel(config.learner.parallel.tensor, config.learner.parallel.pipeline)
     if not any(directory.glob("*.safetensors")):
@@ -199,5 +264,30 @@ def _check_model(config: Config, directory: Path) -> None:
             f"{spec.source}: head size {spec.head_dim}; the CPU engine runs "
             f"{', '.join(map(str, CPU_HEAD_DIMS))}. Ask for GPUs: cluster.sampler.gpus_per_node"
         )
+    largest_stop = max(config.sampling.stop_token_ids, default=0)
+    if largest_stop >= spec.vocab_size:
+        raise UserError(
+            f"sampling.stop_token_ids: {largest_stop} is not in the model's vocabulary of "
+            f"{spec.vocab_size} ({spec.source})"
+        )
     if config.model.reference is not None:
-        HfModelSpec.from_directory(config.model.reference)
+        reference = HfModelSpec.from_directory(config.model.reference)
+        reference.check_parallel(config.learner.parallel.tensor, config.learner.parallel.pipeline)
+        if reference.vocab_size != spec.vocab_size:
+            raise UserError(
+                f"model.reference={config.model.reference}: a vocabulary of {reference.vocab_size}, "
+                f"but the policy's has {spec.vocab_size}; KL needs the same tokens"
+            )
+    return spec
+
+
+def _check_demonstrations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
+    assert config.warmup.demonstrations is not None
+    path = Path(config.warmup.demonstrations)
+    lengths = [len(d.token_ids) for d in load_demonstrations(path, config.data, tokenizer)]
+    longest = int(np.argmax(lengths))
+    if lengths[longest] > config.model.max_sequence_tokens:
+        raise UserError(
+            f"{path}:{longest + 1}: the demonstration has {lengths[longest]} tokens, more than "
+            f"model.max_sequence_tokens={config.model.max_sequence_tokens}"
+        )
