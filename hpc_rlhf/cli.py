@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rlhf import __version__
-from hpc_rlhf.errors import ExitCode, UserError
+from hpc_rlhf.errors import ComponentError, ExitCode, UserError
 
 if TYPE_CHECKING:
     from hpc_rlhf.config import Config
@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"hpc-rlhf: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
+    except ComponentError as error:
+        print(f"hpc-rlhf: {error}", file=sys.stderr)
+        return ExitCode.FAILED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
 
