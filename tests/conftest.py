@@ -178,10 +178,9 @@ def slurm_cluster() -> Iterator[SlurmSandbox]:
     It is an error, not a skip, when it cannot be brought up.
     """
     sandbox = SlurmSandbox(Path(os.environ.get("SLURM_SANDBOX_DIR", "/tmp/slurm-sandbox")))
-    was_up = sandbox.try_command("status").returncode == 0
-    if not was_up:
-        sandbox("up")
     os.environ["SLURM_CONF"] = str(sandbox.slurm_conf)
+    was_up = subprocess.run(["scontrol", "ping"], check=False, capture_output=True).returncode == 0
+    sandbox("up")  # also boots nodes that are dead
     yield sandbox
     del os.environ["SLURM_CONF"]
     if not was_up:
