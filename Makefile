@@ -33,8 +33,8 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml
 	@$(BIN)/python -c 'import torch' 2>/dev/null \
 		|| $(BIN)/pip install --disable-pip-version-check "$$(grep '^torch==' requirements/cpu.lock)"
 	@# compiled once here: every process of every run would compile in vain where .venv is read-only;
-	@# some packages carry templates that are not Python, hence the ignored status
-	-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib hpc_rlhf >/dev/null
+	@# some packages carry templates that are not Python, hence `|| true`
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib hpc_rlhf >/dev/null || true
 	touch $@
 
 slurm: ## Install Slurm, munge and MariaDB for the sandbox (apt, as root)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import hpc_rlhf
 from hpc_rlhf import compose
-from hpc_rlhf.config import Config
+from hpc_rlhf.config import Config, Schedule
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.run_dir import RunDir
@@ -47,10 +47,13 @@ def check_resume(config: Config) -> None:
         raise UserError(
             f"{run.path} belongs to somebody else (not writable); choose another run.name"
         )
+    resumable = RESUMABLE_CHANGES
+    if config.learner.optimizer.schedule is Schedule.CONSTANT:
+        resumable += ("run.steps",)  # else the learning rate of every step depends on it
     changed = {
         name: values
         for name, values in compose.differences(compose.load(run.config), config).items()
-        if not name.startswith(RESUMABLE_CHANGES)
+        if not name.startswith(resumable)
     }
     if changed:
         lines = [f"  {name}: was {old!r}, now {new!r}" for name, (old, new) in changed.items()]

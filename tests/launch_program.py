@@ -4,7 +4,7 @@ It is put in front of the real command as ``plan.prefix``, so that launchers run
 run, and does what files in the run directory tell it: ``RUN/do/<component>-<rank>`` holds one of
 
     kill        SIGKILL to itself            deaf    ignore every request to stop from now on
-    exit N      exit with code N             raise   write a failure record, then exit with code 1
+    exit N      exit with code N             raise N TEXT   write a record, then exit with code N
     always kill the same in every incarnation
 
 ``RUN/do/finish`` ends the learner with code 0; a request to stop ends everything with 75.
@@ -80,7 +80,7 @@ while time.monotonic() - began < 120:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
             publish(run / "do" / f"{name}.deaf", {})
-        case ["raise", *error]:
+        case ["raise", code, *error]:
             record = {
                 "rank": world.rank if replica is None else int(replica),
                 "node": world.node,
@@ -89,5 +89,5 @@ while time.monotonic() - began < 120:
                 "time": time.time(),
             }
             publish(attempt / "failures" / f"{name}.json", record)
-            sys.exit(1)
+            sys.exit(int(code))
 sys.exit("nobody told this program to end")

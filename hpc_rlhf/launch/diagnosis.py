@@ -87,15 +87,18 @@ def diagnose(
     ended: StepExit,
     records: dict[int, FailureRecord],
     progress: Progress,
+    *,
     replica: int | None = None,
+    asked_by: str | None = None,
 ) -> Diagnosis:
     """Name the process that ended a step, before its peers that died in consequence.
 
-    In this order: one that a signal of its own killed and that could write nothing; the record of
-    the exception raised first; the task that was seen to end first.
+    In this order: a node that failed; a task that a signal of its own killed and that could write
+    nothing; the record of the exception raised first; the task that was seen to end first.
 
     Args:
         records: failure records of the step's processes, by the rank in its world.
+        asked_by: what asked the attempt to stop, if anything did.
     """
     death = _killed(ended, records)
     if death is None and records:
@@ -122,9 +125,12 @@ def diagnose(
         phase = phase or progress.phase
         when = f" in phase {phase}" if phase else ""
         when += f" of step {progress.step}" if phase and progress.step is not None else ""
+    reason = f"{subject}{where} {what}{when}{detail}"
+    if replica is None and not culprit.node_failed and ended.returncode in _INTERRUPTED_CODES:
+        reason = f"{component} stopped on request ({asked_by or 'a signal to its tasks'}){when}"
     return Diagnosis(
-        reason=f"{subject}{where} {what}{when}{detail}",
-        exit_code=_exit_code(ended),
+        reason=reason,
+        exit_code=_exit_code(ended, culprit, recorded=bool(records)),
         component=component,
         node=culprit.node,
         rank=culprit.rank if replica is None else replica,
@@ -134,28 +140,31 @@ def diagnose(
 
 
 def _killed(ended: StepExit, records: dict[int, FailureRecord]) -> TaskDeath | None:
-    """The first task that was killed and had no time to say why."""
+    """The first task that was killed, or lost with its node, and had no time to say why."""
     for death in ended.deaths:
-        if death.rank not in records and (death.signal not in _WEAK_SIGNALS or death.cause):
+        if death.node_failed:
+            return death
+        if death.rank not in records and death.signal not in _WEAK_SIGNALS:
             return death
     return None
 
 
 def _describe(death: TaskDeath) -> str:
-    if death.rank is None and death.cause:
-        return f"ended: {death.cause}"
+    if death.node_failed:
+        return "lost that node"
     if death.signal is not None:
         cause = f", {death.cause}" if death.cause else ""
         return f"was killed by signal {death.signal} ({signal.Signals(death.signal).name}{cause})"
     return f"exited with code {death.exit_code}"
 
 
-def _exit_code(ended: StepExit) -> ExitCode:
-    if ended.returncode in _INTERRUPTED_CODES:
+def _exit_code(ended: StepExit, culprit: TaskDeath, *, recorded: bool) -> ExitCode:
+    if culprit.node_failed or ended.returncode in _INTERRUPTED_CODES:
         return ExitCode.INTERRUPTED
-    if ended.returncode in (ExitCode.DONE, ExitCode.BAD_INPUT):
-        return ExitCode(ended.returncode)
-    return ExitCode.FAILED
+    # without a record it may be the 2 of an interpreter or a shell that could not begin
+    if ended.returncode == ExitCode.BAD_INPUT and recorded:
+        return ExitCode.BAD_INPUT
+    return ExitCode.DONE if ended.returncode == 0 else ExitCode.FAILED
 
 
 def _read_optional(path: Path) -> dict[str, Any] | None:

@@ -114,6 +114,7 @@ def srun_options(
         "--wait=0",  # a site's WaitTime would end the tasks that are not done soon after the first
         f"--immediate={STEP_CREATION_S}",
         "--input=none",
+        "--mpi=none",  # whatever the site's MpiDefault is: nothing here is an MPI program
         "--export=ALL",
     ]
     if is_heterogeneous(plan):
@@ -145,7 +146,8 @@ def _gpu_options(plan: JobPlan, resources: Resources) -> list[str]:
     if resources.gpus_per_node:
         # of the node, not of the task: a rank that sees only its own GPU cannot reach its peers'
         return [f"--gpus-per-node={resources.gpus_per_node}"]
-    if plan.het == Het.STEPS and not has_own_gpu_request(resources.extra):
+    others_have_some = any(component.resources.gpus_per_node for component in plan.components)
+    if plan.het == Het.STEPS and others_have_some and not has_own_gpu_request(resources.extra):
         return ["--gres=none"]  # else it would hold the GPUs of its nodes
     return []
 
@@ -172,10 +174,9 @@ class SrunStep:
         self._log = log
         self._offset = offset  # where this step's part of the log begins
         self._size = offset
-        self._kill_at: float | None = (
-            None  # monotonic, when the peers of a dead task had their time
-        )
-        self._killed_at: float | None = None  # monotonic
+        # both monotonic: when the peers of a dead task will have had their time, and when they had
+        self._kill_at: float | None = None
+        self._killed_at: float | None = None
 
     def poll(self) -> StepExit | None:
         returncode = self._process.poll()
@@ -322,7 +323,7 @@ def parse_srun(text: str, returncode: int) -> StepExit:
             if death is not None:
                 deaths.append(death)
         elif match := _NODE_FAILURE.match(line):
-            deaths.append(TaskDeath(None, _first_host(match["host"]), cause="its node failed"))
+            deaths.append(TaskDeath(None, _first_host(match["host"]), node_failed=True))
     if deaths:
         first = deaths[0]
         if first.exit_code is not None:

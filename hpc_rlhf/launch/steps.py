@@ -10,11 +10,12 @@ from hpc_rlhf.errors import ExitCode
 class TaskDeath:
     """One task that ended abnormally by itself (not one that was ended for a peer's sake)."""
 
-    rank: int | None  # within its step; None: the node failed under it
+    rank: int | None  # within its step; None: not known, its node failed
     node: str | None
     exit_code: int | None = None
     signal: int | None = None
     cause: str | None = None  # what the system says beyond the signal: "out of memory"
+    node_failed: bool = False  # the node was lost with all its tasks
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,10 @@ class EventLog:
 
     def __call__(self, message: str) -> None:
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n"
-        self._file.write(line)
+        try:
+            self._file.write(line)
+        except OSError as error:  # a full disk must not keep the supervisor from ending the steps
+            line = f"{line.rstrip()} (not in supervisor.log: {error})\n"
         sys.stderr.write(line)
         sys.stderr.flush()
 
@@ -199,11 +202,8 @@ class _Supervisor:
         if ended.returncode == 0:
             return Diagnosis(f"{name} completed", ExitCode.DONE, component=name, step=progress.step)
         records = read_failures(self._attempt, name)
-        ending = diagnose(name, ended, records, progress)
-        if ending.exit_code == ExitCode.INTERRUPTED:
-            why = self._flag.reason or "a signal to its tasks"
-            return replace(ending, reason=f"{name} stopped on request ({why}), to be resumed")
-        if not records and ending.rank is not None:
+        ending = diagnose(name, ended, records, progress, asked_by=self._flag.reason)
+        if ending.exit_code is ExitCode.FAILED and not records and ending.rank is not None:
             log = self._attempt.log(name, ending.rank)
             return replace(ending, reason=f"{ending.reason}; see {log}")
         return ending
@@ -219,6 +219,8 @@ class _Supervisor:
         if record.exists():
             record.rename(record.with_suffix(f".{time.time():.0f}.dead"))
 
+        if death.exit_code is ExitCode.BAD_INPUT:
+            return death
         if self._flag.requested:
             self._log(f"{death.reason}; not started again, the attempt is being stopped")
             return None

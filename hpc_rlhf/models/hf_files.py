@@ -200,7 +200,7 @@ def write_companions(
 
 
 def publish_export(staging: Path, target: Path) -> None:
-    """Make ``staging`` durable and rename it to ``target``.
+    """Make ``staging`` durable and rename it to ``target``; an equal ``target`` is left as it is.
 
     Raises:
         UserError: ``target`` exists with other contents.
@@ -210,7 +210,6 @@ def publish_export(staging: Path, target: Path) -> None:
             raise UserError(
                 f"{target} exists and is different; remove it or choose another directory"
             )
-        shutil.rmtree(staging)
         return
     for path in staging.iterdir():
         _fsync(path)

@@ -333,18 +333,22 @@ def export_hf(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     is_leader = is_writer and stage == 0
 
-    with _all_ranks_agree("prepare", target):
+    try:
+        with _all_ranks_agree("prepare", target):
+            if is_leader:
+                shutil.rmtree(staging, ignore_errors=True)  # of an attempt that was killed
+                staging.mkdir(parents=True)
+        with _all_ranks_agree("write", target):
+            if is_replica:
+                tensors = ((name, tensor.to(dtype)) for name, tensor in hf_tensors(model))
+                write_files(staging if is_writer else None, files[stage], tensors)
+        with _all_ranks_agree("publish", target):
+            if is_leader:
+                write_companions(staging, Path(source), files, dtype)
+                publish_export(staging, target)
+    finally:
         if is_leader:
-            shutil.rmtree(staging, ignore_errors=True)  # of an attempt that was killed
-            staging.mkdir(parents=True)
-    with _all_ranks_agree("write", target):
-        if is_replica:
-            tensors = ((name, tensor.to(dtype)) for name, tensor in hf_tensors(model))
-            write_files(staging if is_writer else None, files[stage], tensors)
-    with _all_ranks_agree("publish", target):
-        if is_leader:
-            write_companions(staging, Path(source), files, dtype)
-            publish_export(staging, target)
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hpc_rlhf.config import RewardConfig
 from hpc_rlhf.errors import ComponentError, UserError, WaitTimeout
 
 _START_TIMEOUT_S = 120.0  # imports of the user's module, from a slow filesystem
+_EXIT_GRACE_S = 1.0  # between the last that is heard of a process and its exit
 _END_TIMEOUT_S = 30.0  # of a killed process; only one that hangs in the kernel takes longer
 
 
@@ -57,7 +58,7 @@ class VerifierProcess:
                 f"scoring: the verifier process was not ready within {_START_TIMEOUT_S:g} s"
             ) from None
         except (BrokenPipeError, EOFError):
-            code = self._end()
+            code = self._end(grace_s=_EXIT_GRACE_S)
             raise ComponentError(
                 f"scoring: the verifier process died while it started, exit code {code}; "
                 "its error is on the standard error above"
@@ -83,7 +84,7 @@ class VerifierProcess:
             self.close()
             raise VerifierFailure(f"no reward within {self._timeout_s:g} s") from None
         except (BrokenPipeError, EOFError):
-            code = self._end()
+            code = self._end(grace_s=_EXIT_GRACE_S)
             raise VerifierFailure(f"verifier process died, exit code {code}") from None
         if "error" in reply:
             raise VerifierFailure(reply["error"])
@@ -116,12 +117,19 @@ class VerifierProcess:
         line, _, self._unread = self._unread.partition(b"\n")
         return dict(json.loads(line))
 
-    def _end(self) -> int:
-        """Kill what is left of the process group, close the pipes, and return the exit code."""
+    def _end(self, grace_s: float = 0.0) -> int:
+        """Kill what is left of the process group, close the pipes, and return the exit code.
+
+        Args:
+            grace_s: let the process end by itself for so long, for the sake of its exit code.
+        """
         assert self._process is not None
         process, self._process = self._process, None
-        # A process that ended by itself keeps its code. Its group cannot be somebody else's before
-        # it is reaped, below.
+        # Not reaped before its group is killed: until then the number cannot be somebody else's.
+        deadline = time.monotonic() + grace_s
+        unreaped = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while time.monotonic() < deadline and os.waitid(os.P_PID, process.pid, unreaped) is None:
+            time.sleep(0.01)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):

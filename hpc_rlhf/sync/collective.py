@@ -284,6 +284,7 @@ class CollectiveTransport:
                     self._broadcast(self._group, bucket, contents)
                 except TransferError as error:
                     failure = error  # go on to the end: the others of the gathering group do
+                    self._leave()  # and let the workers know
         assert next(tensors, None) is None, "hf_tensors has more tensors than hf_metadata"
         if failure is not None:
             raise failure

@@ -162,6 +162,9 @@ class StagedReceiver(WeightTransferEngine):  # of InitInfo and UpdateInfo, which
 
     def _fail(self, error: Exception) -> None:
         logger.error("weight transfer failed: %s: %s", type(error).__name__, error)
+        # Closed connections tell the members further down the broadcast tree, which would
+        # otherwise wait for their own time to run out.
+        self._leave()
         self._forget()
         self.status = replace(self.status, failure=f"{type(error).__name__}: {error}")
 

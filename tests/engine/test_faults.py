@@ -29,7 +29,7 @@ from tests.engine.learners import (
 )
 from tests.engine.servers import KV_CACHE_BYTES
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
 LONG = SamplingConfig(temperature=1.0, max_new_tokens=400)
 
 
@@ -52,9 +52,9 @@ def greedy(fleet: Fleet, replica: int) -> tuple[list[int], int | None]:
     return asyncio.run(ask())
 
 
-def publish(fleet: Fleet, version: int, times: int, replicas: int) -> SyncStats:
+def publish(fleet: Fleet, version: int, how: int, replicas: int) -> SyncStats:
     def scenario(learner: Learner) -> SyncStats:
-        train_a_bit(learner.model, times)
+        train_a_bit(learner.model, how)
         return learner.transport.publish(learner.model, version)
 
     return run_learner(
@@ -65,12 +65,12 @@ def publish(fleet: Fleet, version: int, times: int, replicas: int) -> SyncStats:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_learner_that_dies_in_an_update_leaves_the_old_weights(fleet: Fleet, stage: int) -> None:
     """At both tensor-parallel sizes; and the next learner finds servers that take its weights."""
-    publish(fleet, version=60, times=0, replicas=2)
+    publish(fleet, version=60, how=0, replicas=2)
     before = [greedy(fleet, replica) for replica in range(2)]
     assert [version for _, version in before] == [60, 60]
 
     def scenario(learner: Learner) -> None:
-        train_a_bit(learner.model, times=3)
+        train_a_bit(learner.model, how=3)
         if learner.transport._position.stage == stage:
             at_tensor(7, die)
         learner.transport.publish(learner.model, 61)
@@ -86,7 +86,7 @@ def test_a_learner_that_dies_in_an_update_leaves_the_old_weights(fleet: Fleet, s
         )
     assert [greedy(fleet, replica) for replica in range(2)] == before
 
-    stats = publish(fleet, version=62, times=3, replicas=2)
+    stats = publish(fleet, version=62, how=3, replicas=2)
     assert (stats.replicas, stats.tries) == (2, 1)
     after = [greedy(fleet, replica) for replica in range(2)]
     assert [version for _, version in after] == [62, 62]
@@ -94,7 +94,7 @@ def test_a_learner_that_dies_in_an_update_leaves_the_old_weights(fleet: Fleet, s
 
 
 def test_tensors_of_another_model_are_refused_before_any_is_sent(fleet: Fleet) -> None:
-    publish(fleet, version=63, times=0, replicas=2)
+    publish(fleet, version=63, how=0, replicas=2)
     before = [greedy(fleet, replica) for replica in range(2)]
 
     def scenario(learner: Learner) -> str:
@@ -215,7 +215,7 @@ def test_a_sampler_that_dies_in_an_update_is_left_out(fleet: Fleet) -> None:
     def scenario(learner: Learner) -> tuple[SyncStats, str, str]:
         pool = learner.pool
         assert pool is not None
-        train_a_bit(learner.model, times=2)
+        train_a_bit(learner.model, how=2)
         at_tensor(9, lambda: kill(second))
         stats = learner.transport.publish(learner.model, 80)
 

@@ -16,7 +16,7 @@ from tests.engine.conftest import Fleet
 from tests.engine.learners import Learner, requests, run_learner, train_a_bit
 from tests.engine.references import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
 
 
 @dataclass
@@ -43,7 +43,7 @@ def publish_rounds(
     def scenario(learner: Learner) -> list[Round]:
         rounds = []
         for version in (first_version, first_version + 1):
-            train_a_bit(learner.model, times=version)
+            train_a_bit(learner.model, how=version)
             target = directory / str(version)
             export_hf(learner.model, fleet.model, target)
             stats = learner.transport.publish(learner.model, version)

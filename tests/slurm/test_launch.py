@@ -62,18 +62,16 @@ def accounting(job_id: str, het: Het) -> list[tuple[str, str]]:
     """State and exit code of the job, of every component by its number, once Slurm has closed it."""
     command = ["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,State,ExitCode"]
     names = [f"{job_id}+0", f"{job_id}+1"] if het is Het.JOB else [job_id]
-    found: list[list[str]] = []
-
-    def ended() -> bool:
+    until = time.monotonic() + 30
+    while True:
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        found[:] = [line.split("|") for line in out.splitlines()]
+        rows = [line.split("|") for line in out.splitlines()]
+        live = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"} & {state for _, state, _ in rows}
         # at first the leader can be there alone, and as a plain job
-        states = {state for job, state, _ in found if job in names}
-        live = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"}
-        return [job for job, _, _ in found] == names and not live & states
-
-    wait_until(ended, f"sacct to show the end of {names}")
-    return [(state.split()[0], code) for _, state, code in found]
+        if [job for job, _, _ in rows] == names and not live:
+            return [(state.split()[0], code) for _, state, code in rows]
+        assert time.monotonic() < until, f"sacct does not show the end of {names} but {rows}"
+        time.sleep(0.2)
 
 
 def ended(driver: Driver, attempt: int = 1) -> dict:

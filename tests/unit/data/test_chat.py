@@ -33,7 +33,9 @@ def test_a_missing_special_token_is_named(
 ) -> None:
     directory = tmp_path / "t"
     tokenizer = _without(tokenizer_directory, directory, role)
-    with pytest.raises(UserError, match=f"tokenizer_config.json: no {role}: .*; set {role} to one"):
+    with pytest.raises(
+        UserError, match=rf"tokenizer_config\.json: no {role}: .*; set {role} to one"
+    ):
         check_special_tokens(tokenizer, directory)
 
 
@@ -54,7 +56,7 @@ def test_all_end_tokens_are_found(tokenizer: "PreTrainedTokenizerBase", tmp_path
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no tokenizer could be loaded .*expected tokenizer.json"):
+    with pytest.raises(UserError, match=r"no tokenizer could be loaded .*expected tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="no tokenizer could be loaded"):

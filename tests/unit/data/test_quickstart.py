@@ -1,5 +1,5 @@
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +64,7 @@ def test_unknown_or_useless_settings(tmp_path: Path) -> None:
 
 
 def test_several_runs_may_prepare_it_at_once(tmp_path: Path) -> None:
-    errors: list[BaseException] = []
-
-    def make() -> None:
-        try:
-            prepare({"directory": str(tmp_path / "a"), **SMALL})
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=make) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
+    assets = {"directory": str(tmp_path / "a"), **SMALL}
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(prepare, [assets] * 4, timeout=60)) == {tmp_path / "a"}
     assert [path.name for path in tmp_path.iterdir()] == ["a"]  # nothing half made is left

@@ -47,10 +47,11 @@ def test_out_of_memory_node_failure_and_plain_exit() -> None:
     assert diagnose("learner", oom, {}, Progress()).reason == (
         "learner rank 3 on n3 was killed by signal 9 (SIGKILL, out of memory)"
     )
-    node = StepExit(1, (TaskDeath(None, "n3", cause="its node failed"),))
-    assert diagnose("learner", node, {}, AT).reason == (
-        "learner on n3 ended: its node failed in phase train of step 7"
-    )
+    # Slurm requeues the job, and signals what is left of it
+    node = StepExit(140, (TaskDeath(None, "n3", node_failed=True),))
+    lost = diagnose("learner", node, {0: record(0, 1.0)}, AT, asked_by="SIGTERM")
+    assert lost.reason == "learner on n3 lost that node in phase train of step 7"
+    assert lost.exit_code is ExitCode.INTERRUPTED
     code = StepExit(3, (TaskDeath(0, "n0", exit_code=3),))
     assert (
         diagnose("learner", code, {}, Progress()).reason
@@ -71,10 +72,15 @@ def test_replica_is_named_by_its_number_and_has_no_phase() -> None:
 
 def test_exit_codes() -> None:
     codes = {code: diagnose("learner", StepExit(code), {}, AT).exit_code for code in (0, 2, 75, 9)}
-    assert codes == {0: 0, 2: ExitCode.BAD_INPUT, 75: ExitCode.INTERRUPTED, 9: ExitCode.FAILED}
+    assert codes == {0: 0, 2: ExitCode.FAILED, 75: ExitCode.INTERRUPTED, 9: ExitCode.FAILED}
+    refused = diagnose("learner", StepExit(2), {0: record(0, 1.0, "UserError: another model")}, AT)
+    assert refused.exit_code == ExitCode.BAD_INPUT
+    assert refused.reason.endswith(": UserError: another model")
     # asked to stop before it had a handler for that
-    for number in (15, 12):
-        assert diagnose("learner", StepExit(128 + number), {}, AT).exit_code == ExitCode.INTERRUPTED
+    for code in (75, 143, 140):
+        found = diagnose("learner", StepExit(code), {}, AT, asked_by="SIGUSR2")
+        assert found.exit_code == ExitCode.INTERRUPTED
+        assert found.reason == "learner stopped on request (SIGUSR2) in phase train of step 7"
 
 
 def test_reading(tmp_path: Path) -> None:

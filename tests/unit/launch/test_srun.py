@@ -155,7 +155,7 @@ srun: error: node1: task 1: Terminated
         (
             "srun: error: Node failure on node[3,5]\nsrun: error: Nodes node3 are still not ready\n",
             1,
-            StepExit(1, (TaskDeath(None, "node3", cause="its node failed"),)),
+            StepExit(1, (TaskDeath(None, "node3", node_failed=True),)),
         ),
         (
             "srun: error: Unable to create step for job 3: Requested nodes are busy\n",

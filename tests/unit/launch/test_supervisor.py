@@ -99,7 +99,7 @@ def test_the_first_exception_is_the_reason(driver: Driver) -> None:
     attempt = Supervised(driver.plan())
     driver.wait_started("learner-0")
     driver.wait_started("learner-1")
-    driver.do("learner-0", "raise ValueError: loss is NaN")
+    driver.do("learner-0", "raise 1 ValueError: loss is NaN")
     code, ended = attempt.wait()
     assert code == ExitCode.FAILED
     assert ended["reason"] == (
@@ -114,7 +114,7 @@ def test_dead_sampler_is_started_again_while_the_learner_goes_on(driver: Driver)
     driver.wait_started("learner-0")
     endpoint = attempt.attempt.endpoints / "sampler-0.json"
     wait_until(endpoint.exists, "the endpoint")
-    driver.do("sampler-0", "raise RuntimeError: engine died")
+    driver.do("sampler-0", "raise 1 RuntimeError: engine died")
     second = driver.wait_started("sampler-0", 1)
     assert second["pid"] != first["pid"]
     assert not is_alive(first["child"])  # what it left behind was ended, too
@@ -143,6 +143,15 @@ def test_too_many_deaths_in_a_row_end_the_attempt(driver: Driver) -> None:
     assert driver.started("sampler-0", 3) is None
 
 
+def test_replica_that_refuses_its_input_is_not_started_again(driver: Driver) -> None:
+    attempt = Supervised(driver.plan(max_restarts=2))
+    driver.wait_started("sampler-0")
+    driver.do("sampler-0", "raise 2 UserError: no such model")
+    code, ended = attempt.wait()
+    assert code == ExitCode.BAD_INPUT
+    assert ended["reason"] == f"sampler replica 0 on {HOST} failed: UserError: no such model"
+
+
 def test_a_long_life_starts_a_new_row(driver: Driver) -> None:
     attempt = Supervised(driver.plan(max_restarts=1, restart_reset_s=0.3))
     for incarnation in range(4):
@@ -154,7 +163,10 @@ def test_a_long_life_starts_a_new_row(driver: Driver) -> None:
     assert attempt.wait()[0] == ExitCode.DONE
 
 
-@pytest.mark.parametrize(("action", "expected"), [("exit 2", 2), ("exit 75", 75), ("exit 9", 1)])
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [("raise 2 UserError: no", 2), ("exit 2", 1), ("exit 75", 75), ("exit 9", 1)],
+)
 def test_exit_code_of_the_learner_decides(driver: Driver, action: str, expected: int) -> None:
     attempt = Supervised(driver.plan(learners=1))
     driver.wait_started("learner-0")

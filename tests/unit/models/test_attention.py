@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hpc_rlhf.models.attention import PackedSequences, RMSNorm, sdpa_attention
+from hpc_rlhf.models.attention import PackedSequences, RMSNorm, sdpa_attention, varlen_attention
 
 CPU = torch.device("cpu")
 
@@ -38,6 +38,16 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     gradients = torch.autograd.grad((found * weights).sum(), (query, key, value))
     references = torch.autograd.grad((expected * weights).sum(), (query, key, value))
     torch.testing.assert_close(gradients, references)
+
+
+def test_flash_kernel_is_called_as_torch_defines_it() -> None:
+    """Shapes and argument names only, on the meta device; tests/gpu compares the numbers."""
+    packed = PackedSequences.from_cu_seqlens(torch.tensor([0, 3, 10]), torch.device("meta"))
+    assert packed.lengths == (3, 7)
+    query = torch.empty(10, 4, 64, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(10, 2, 64, dtype=torch.bfloat16, device="meta")
+    output = varlen_attention(query, key, key, packed, 0.125)
+    assert output.shape == query.shape and output.dtype == query.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

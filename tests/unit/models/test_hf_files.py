@@ -133,14 +133,21 @@ def test_companions_are_copied_and_the_dtype_is_updated(model: Path, tmp_path: P
 
 def test_an_existing_export_is_kept_if_equal_and_refused_if_not(tmp_path: Path) -> None:
     target = tmp_path / "policy"
-    for _ in range(2):
-        staging = tmp_path / "staging"
-        staging.mkdir()
-        (staging / "config.json").write_text("{}")
-        publish_export(staging, target)
-        assert not staging.exists()
-    staging.mkdir()
-    (staging / "config.json").write_text("[]")
+
+    def staging(name: str, config: str) -> Path:
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text(config)
+        return directory
+
+    publish_export(staging("first", "{}"), target)
+    inode = target.stat().st_ino
+    publish_export(staging("same", "{}"), target)
     with pytest.raises(UserError, match="exists and is different"):
-        publish_export(staging, target)
+        publish_export(staging("other", "[]"), target)
+    more = staging("more", "{}")
+    (more / "tokenizer.json").touch()
+    with pytest.raises(UserError, match="exists and is different"):
+        publish_export(more, target)
+    assert target.stat().st_ino == inode
     assert (target / "config.json").read_text() == "{}"

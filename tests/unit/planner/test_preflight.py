@@ -1,0 +1,291 @@
+"""Every bad input is one message with the place, what was expected and what to do."""
+
+import copy
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rlhf import cli
+from hpc_rlhf.compose import compose
+from hpc_rlhf.config import AlgorithmName, Config, PromptFormat, RewardName
+from hpc_rlhf.data.quickstart import prepare
+from hpc_rlhf.data.tiny import make_tiny_model
+from hpc_rlhf.errors import ExitCode, UserError
+from hpc_rlhf.planner import preflight
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    root = tmp_path_factory.mktemp("runs")
+    config = compose(["experiment=quickstart", f"run.root={root}"])
+    assert config.assets is not None
+    prepare(config.assets)
+    return config
+
+
+def _changed(config: Config, changes: dict[str, Any]) -> Config:
+    """A copy with fields set by their dotted names."""
+    config = copy.deepcopy(config)
+    for name, value in changes.items():
+        *parents, leaf = name.split(".")
+        owner: Any = config
+        for parent in parents:
+            owner = getattr(owner, parent)
+        assert hasattr(owner, leaf), name
+        setattr(owner, leaf, value)
+    return config
+
+
+def _refused(check: Callable[[Config], None], config: Config) -> str:
+    with pytest.raises(UserError) as caught:
+        check(config)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm", "slurm_steps"])
+def test_the_quickstart_passes_on_every_cluster(cluster: str, good: Config) -> None:
+    config = compose(["experiment=quickstart", f"cluster={cluster}", f"run.root={good.run.root}"])
+    preflight.check_settings(config)
+    preflight.check(config)
+
+
+def test_a_bigger_data_set_is_checked_in_seconds(good: Config, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    record = json.dumps({"prompt": "3+5=" * 3, "answer": "8"}) + "\n"
+    path.write_text(record * 20_000)
+    began = time.process_time()
+    preflight.check(_changed(good, {"data.prompts": str(path)}))
+    assert time.process_time() - began < 20
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"run.name": "a/b"}, "run.name='a/b': expected a plain directory name"),
+    ({"run.name": ""}, "run.name=''"),
+    ({"run.name": ".."}, "run.name='..'"),
+    ({"run.steps": 0}, "run.steps=0: must be greater than 0"),
+    ({"run.prompts_per_step": 0}, "run.prompts_per_step=0: must be"),
+    ({"run.seed": -1}, "run.seed=-1: must not be negative"),
+    ({"learner.optimizer.lr": 0.0}, "learner.optimizer.lr=0.0: must be greater than 0, or nothing"),
+    ({"learner.optimizer.lr": float("nan")}, "learner.optimizer.lr=nan"),
+    ({"learner.optimizer.clip_grad": -1.0}, "learner.optimizer.clip_grad=-1.0: must not be"),
+    ({"learner.parallel.tensor": 0}, "tensor=0"),
+    ({"learner.parallel.tensor": 4}, "1 nodes x 2 tasks = 2 learner ranks are not divisible by"),
+    ({"learner.parallel.pipeline": 2}, "tensor x pipeline = 2 x 2"),
+    ({"learner.micro_batch_tokens": 16}, "learner.micro_batch_tokens=16: a sequence of"),
+    ({"algorithm.kl.coef": -0.1}, "algorithm.kl.coef=-0.1: must not be negative"),
+    ({"algorithm.mini_batches": 129}, "algorithm.mini_batches=129: a step has only 128 samples"),
+    ({"sampling.samples_per_prompt": 1}, "grpo compares the samples of a prompt"),
+    (
+        {"algorithm.name": AlgorithmName.RLOO, "sampling.samples_per_prompt": 1},
+        "rloo compares the samples of a prompt, so it needs at least 2",
+    ),
+    ({"sampling.temperature": 0.0}, "sampling.temperature=0.0: must be greater than 0"),
+    ({"sampling.top_p": 1.5}, "sampling.top_p=1.5: must be at most 1"),
+    ({"sampling.top_k": -1}, "sampling.top_k=-1"),
+    ({"sampling.max_new_tokens": 32}, "sampling.max_new_tokens=32 leaves no room for a prompt"),
+    ({"sampler.kv_cache_bytes": None}, "sampler.kv_cache_bytes: needed on a CPU"),
+    ({"data.long_prompts": "cut"}, "data.long_prompts=cut: expected error or drop"),
+    ({"data.bad_lines": "skip"}, "data.bad_lines=skip: expected error or drop"),
+    ({"data.answer_pattern": "("}, "data.answer_pattern='(': not a regular expression"),
+    ({"data.answer_pattern": "#### .*"}, "has no group; put parentheses around"),
+    ({"data.answer_field": None}, "data.answer_field=null: reward.name=exact compares"),
+    ({"data.system": "be brief"}, "data.system: a system message needs data.chat_template=true"),
+    ({"data.add_bos": True, "data.chat_template": True}, "puts its own BOS in front"),
+    ({"reward.pattern": "("}, "reward.pattern='(': not a regular expression"),
+    ({"reward.name": RewardName.REGEX}, "reward.name=regex needs reward.pattern"),
+    ({"reward.name": RewardName.PYTHON}, "reward.name=python needs reward.function"),
+    (
+        {"reward.name": RewardName.PYTHON, "reward.function": "no.such:reward"},
+        "reward.function=no.such:reward: cannot import it: ModuleNotFoundError",
+    ),
+    ({"reward.timeout_s": 0.0}, "reward.timeout_s=0.0: must be greater than 0"),
+    ({"reward.max_failure_fraction": 1.5}, "reward.max_failure_fraction=1.5: expected 0 to 1"),
+    ({"warmup.demonstrations": None}, "warmup.steps needs warmup.demonstrations"),
+    ({"warmup.lr": 0.0}, "warmup.lr=0.0: must be greater than 0"),
+    ({"checkpoint.keep": -1}, "checkpoint.keep=-1"),
+    ({"cluster.time_min": 0}, "cluster.time_min=0: must be at least 1"),
+    ({"cluster.learner.nodes": 0}, "cluster.learner"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), SETTINGS, ids=[str(c) for c, _ in SETTINGS])
+def test_settings_that_cannot_work(good: Config, changes: dict[str, Any], message: str) -> None:
+    assert message in _refused(preflight.check_settings, _changed(good, changes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [
+        ({"heads": 3, "head_dim": 32}, {}, "learner.parallel.tensor=2: the model has 3 heads"),
+        ({"layers": 3}, {"learner.parallel.pipeline": 2}, "pipeline=2: the model has 3 layers"),
+        ({"heads": 4}, {}, "head size 16; the CPU engine runs 32, 64, 80"),
+        ({"max_positions": 16}, {}, "model.max_sequence_tokens=32: the model's context is 16"),
+        ({}, {"sampler.tensor_parallel": 4}, "sampler.tensor_parallel=4: the model has 2 heads"),
+        ({}, {"sampling.stop_token_ids": [264]}, "sampling.stop_token_ids: 264 is not in"),
+    ],
+)
+def test_models_that_do_not_fit(
+    good: Config, tmp_path: Path, sizes: dict[str, int], changes: dict[str, Any], message: str
+) -> None:
+    directory = make_tiny_model(tmp_path / "model", **sizes)  # type: ignore[arg-type]
+    config = _changed(good, {"model.path": str(directory), **changes})
+    assert message in _refused(preflight.check, config)
+
+
+def test_any_head_size_is_fine_with_gpus(good: Config, tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / "model", heads=4)
+    config = _changed(good, {"model.path": str(directory), "cluster.sampler.gpus_per_node": 1})
+    preflight.check(config)
+
+
+def test_a_missing_model(good: Config, tmp_path: Path) -> None:
+    message = _refused(preflight.check, _changed(good, {"model.path": str(tmp_path / "absent")}))
+    assert message.startswith(f"model.path={tmp_path / 'absent'}: no such directory; expected")
+    message = _refused(preflight.check, _changed(good, {"model.path": str(tmp_path)}))
+    assert "no config.json; expected a Hugging Face model directory" in message
+
+
+def _edited(good: Config, target: Path, name: str, **entries: Any) -> Config:
+    """A configuration whose model has other entries in one of its JSON files; None removes one."""
+    make_tiny_model(target)
+    path = target / name
+    values = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    return _changed(good, {"model.path": str(target)})
+
+
+def test_an_unknown_family(good: Config, tmp_path: Path) -> None:
+    config = _edited(good, tmp_path / "m", "config.json", model_type="mamba")
+    message = _refused(preflight.check, config)
+    assert "model_type 'mamba' is not supported, only llama, qwen2, qwen3" in message
+
+
+def test_no_weights(good: Config, tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / "m")
+    (directory / "model.safetensors").unlink()
+    config = _changed(good, {"model.path": str(directory)})
+    assert "no *.safetensors file there" in _refused(preflight.check, config)
+
+
+@pytest.mark.parametrize("role", ["pad_token", "eos_token"])
+def test_a_tokenizer_without_pad_or_eos(good: Config, tmp_path: Path, role: str) -> None:
+    config = _edited(good, tmp_path / "m", "tokenizer_config.json", **{role: None})
+    message = _refused(preflight.check, config)
+    assert message.startswith(f"{tmp_path / 'm' / 'tokenizer_config.json'}: no {role}: ")
+    assert f"set {role} to one of the vocabulary's special tokens" in message
+
+
+def test_a_tokenizer_without_what_the_data_ask_for(good: Config, tmp_path: Path) -> None:
+    config = _edited(good, tmp_path / "a", "tokenizer_config.json", bos_token=None)
+    message = _refused(preflight.check, _changed(config, {"data.add_bos": True}))
+    assert "data.add_bos=true: the tokenizer of" in message
+    config = _edited(good, tmp_path / "b", "tokenizer_config.json", chat_template=None)
+    for change in ({"data.chat_template": True}, {"data.format": PromptFormat.MESSAGES}):
+        assert "no chat template" in _refused(preflight.check, _changed(config, change))
+
+
+def test_a_tokenizer_of_another_model(good: Config, tmp_path: Path) -> None:
+    config = _edited(good, tmp_path / "m", "config.json", vocab_size=20)
+    message = _refused(preflight.check, config)
+    assert "the model's vocabulary has 20" in message
+
+
+def test_missing_prompts(good: Config, tmp_path: Path) -> None:
+    config = _changed(good, {"data.prompts": str(tmp_path / "absent.jsonl")})
+    assert _refused(preflight.check, config).startswith(
+        f"{tmp_path / 'absent.jsonl'}: no such file; expected JSONL or Parquet"
+    )
+
+
+LONG = json.dumps({"prompt": "1+" * 20, "answer": "8"})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "3+5=", "answer": "8"', "as if the line were cut short"),
+        ("", "blank line"),
+        ("\ufeff{}", "byte order mark"),
+        ('{"prompt": "3+5="}', "no key 'answer'"),
+        (LONG, "the prompt has 40 tokens, more than data.max_prompt_tokens=16; raise the limit"),
+    ],
+)
+def test_bad_prompts_are_named_by_file_and_line(
+    good: Config, tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "p.jsonl"
+    fine = '{"prompt": "3+5=", "answer": "8"}\n'
+    path.write_text(fine * 20 + line + "\n" + fine)
+    config = _changed(good, {"data.prompts": str(path)})
+    refusal = _refused(preflight.check, config)
+    assert refusal.startswith(f"{path}:21: ")
+    assert message in refusal
+    preflight.check(_changed(config, {"data.bad_lines": "drop", "data.long_prompts": "drop"}))
+
+
+def test_fewer_prompts_than_a_batch(good: Config) -> None:
+    message = _refused(preflight.check, _changed(good, {"run.prompts_per_step": 101}))
+    assert "100 usable prompts are fewer than one batch, run.prompts_per_step=101" in message
+
+
+def test_demonstrations(good: Config, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    config = _changed(good, {"warmup.demonstrations": str(path)})
+    assert f"{path}: no such file" in _refused(preflight.check, config)
+    path.write_text('{"prompt": "3+5=", "completion": "8"}\n{"prompt": "3+5="}\n')
+    assert f"{path}:2: 'completion'" in _refused(preflight.check, config)
+    path.write_text('{"prompt": "3+5=", "completion": "' + "8" * 40 + '"}\n')
+    assert f"{path}:1: the demonstration has 45 tokens" in _refused(preflight.check, config)
+
+
+def test_the_reference(good: Config, tmp_path: Path) -> None:
+    config = _changed(good, {"model.reference": str(tmp_path / "absent")})
+    assert "model.reference=" in _refused(preflight.check_settings, config)
+    other = make_tiny_model(tmp_path / "other", vocab_size=300)
+    config = _changed(good, {"model.reference": str(other)})
+    preflight.check_settings(config)
+    assert "a vocabulary of 300, but the policy's has 264" in _refused(preflight.check, config)
+    config = _changed(config, {"algorithm.kl.coef": 0.0})
+    assert "algorithm.kl.coef=0 holds no reference" in _refused(preflight.check_settings, config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.optimizer.lr=0", "learner.optimizer.lr=0.0: must be greater than 0"),
+        ("learner.optimiser.lr=1", "optimiser"),
+        ("run.name=a/b", "run.name='a/b'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_bad_input_ends_with_code_2_and_nothing_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    override: str,
+    message: str,
+) -> None:
+    root = tmp_path / "runs"
+    code = cli.main([command, "experiment=quickstart", f"run.root={root}", override])
+    assert code == ExitCode.BAD_INPUT
+    captured = capsys.readouterr()
+    assert captured.err.startswith("hpc-rlhf: ")
+    assert message in captured.err
+    assert captured.out == ""
+    assert not root.exists()
+
+
+def test_preflight_does_not_import_torch() -> None:
+    code = "import sys, hpc_rlhf.planner.preflight; print('torch' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout.strip() == "False"

@@ -1,0 +1,105 @@
+"""The command line on a login node: help, scripts, and refusals that leave nothing behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_rlhf.cli import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def quickstart(root: Path, *overrides: str) -> list[str]:
+    return ["experiment=quickstart", f"run.root={root}", *overrides]
+
+
+def test_help_does_not_import_what_is_slow() -> None:
+    code = (
+        "import sys; from hpc_rlhf.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "slow = {'torch', 'hydra', 'omegaconf', 'transformers', 'rich', 'numpy'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "submit" in done.stdout
+    assert "examples:" in done.stdout
+
+
+@pytest.mark.parametrize("verb", ["run", "submit", "status"])
+def test_every_command_has_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([verb, "--help"])
+    assert exit_info.value.code == 0
+    assert f"hpc-rlhf {verb} " in capsys.readouterr().out.partition("example")[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster"), [("online_het", "slurm"), ("online_steps", "slurm_steps")]
+)
+def test_scripts_for_sbatch_by_hand_are_what_the_code_renders(
+    name: str,
+    cluster: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", "--script", "experiment=quickstart", f"cluster={cluster}"]) == 0
+    text = (REPOSITORY / f"slurm/{name}.sbatch").read_text()
+    assert capsys.readouterr().out == text
+
+
+def test_options_and_overrides_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "experiment=quickstart", "--cfg", "job", "run.steps=7"]) == 0
+    assert "steps: 7" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_info:
+        main(["run", "--unknown", "run.steps=7"])
+    assert exit_info.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.stepz=3"], "did you mean run.steps?"),
+        (["algorithm=ppg"], "Could not find 'algorithm/ppg'"),
+        (["learner.optimizer.lr=0"], "learner.optimizer.lr=0"),
+        (["learner.parallel.tensor=3"], "not divisible by"),
+        (["model.path=/nowhere"], "model.path=/nowhere: no such directory"),
+        (["data.prompts=/nowhere.jsonl"], "/nowhere.jsonl: no such file"),
+        (["run.prompts_per_step=101"], "100 usable prompts are fewer than one batch"),
+        (["sampling.samples_per_prompt=1"], "sampling.samples_per_prompt=1"),
+        (["data.max_prompt_tokens=3"], "prompts.jsonl:1"),
+        (["run.name=a/b"], "run.name='a/b'"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["run", "submit"])
+def test_bad_input_is_refused_with_one_message_and_nothing_is_written(
+    verb: str,
+    overrides: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cluster = ["cluster=slurm"] if verb == "submit" else []
+    assert main([verb, *quickstart(tmp_path, *cluster, *overrides)]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("hpc-rlhf: ")
+    assert "Traceback" not in captured.err
+    left = [path for path in tmp_path.iterdir() if path.name != ".assets"]
+    assert left == []
+
+
+def test_run_on_slurm_nodes_outside_of_an_allocation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *quickstart(tmp_path, "cluster=slurm")]) == 2
+    assert "use `hpc-rlhf submit`" in capsys.readouterr().err
+
+
+def test_status_of_an_unknown_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "nothing", "--root", str(tmp_path)]) == 2
+    assert "no run 'nothing'" in capsys.readouterr().err

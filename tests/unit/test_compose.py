@@ -1,0 +1,79 @@
+"""Every shipped configuration composes; choices, types and names are checked."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rlhf import compose
+from hpc_rlhf.config import Het, KlEstimator, Launcher
+from hpc_rlhf.errors import UserError
+from hpc_rlhf.planner.preflight import check_settings
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PATHS = ["run.name=a", "model.path=/model", "data.prompts=/prompts.jsonl"]
+OPTIONS = sorted(
+    f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml")
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_composes(option: str) -> None:
+    compose.compose([*PATHS, option])
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm", "slurm_steps"])
+@pytest.mark.parametrize("experiment", ["quickstart", "gsm8k"])
+def test_every_experiment_passes_the_checks_on_every_cluster(
+    experiment: str, cluster: str
+) -> None:
+    overrides = [f"experiment={experiment}", f"cluster={cluster}"]
+    paths = PATHS[1:] if experiment == "gsm8k" else []
+    check_settings(compose.compose([*overrides, *paths]))
+
+
+def test_round_trip_through_the_run_directory(tmp_path: Path) -> None:
+    config = compose.compose(
+        [*PATHS, "cluster=slurm_steps", "algorithm=rloo", "algorithm.kl.estimator=k2"]
+    )
+    assert config.algorithm.kl.estimator is KlEstimator.K2
+    assert config.cluster.het is Het.STEPS
+    assert config.cluster.launcher is Launcher.SLURM
+    compose.publish(tmp_path / "config.yaml", config)
+    assert compose.load(tmp_path / "config.yaml") == config
+    assert compose.differences(config, compose.load(tmp_path / "config.yaml")) == {}
+
+
+def test_differences_are_named_by_field() -> None:
+    old = compose.compose([*PATHS, "learner.optimizer.lr=1e-6"])
+    new = compose.compose([*PATHS, "learner.optimizer.lr=2e-6", "run.seed=1"])
+    assert compose.differences(old, new) == {
+        "learner.optimizer.lr": (1e-6, 2e-6),
+        "run.seed": (0, 1),
+    }
+
+
+def test_missing_values_are_named() -> None:
+    with pytest.raises(UserError, match=r"give data.prompts=..., model.path=..., run.name=..."):
+        compose.compose([])
+
+
+def test_groups_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/here.yaml").write_text("defaults: [slurm]\naccount: ab12\n")
+    config = compose.compose([*PATHS, "cluster=here"], config_directory=tmp_path)
+    assert config.cluster.account == "ab12"
+    assert config.cluster.learner.nodes == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seeed=1", "did you mean run.seed?"),
+        ("run.steps=many", "could not be converted to Integer"),
+        ("algorithm.kl.estimator=k9", r"expected one of \[K1, K2, K3\]"),
+        ("model.path=/a=b", "quote values"),
+    ],
+)
+def test_what_cannot_be_composed_is_explained(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose.compose([*PATHS, override])
