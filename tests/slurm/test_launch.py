@@ -65,7 +65,7 @@ def accounting(job_id: str, het: Het) -> list[tuple[str, str]]:
     until = time.monotonic() + 30
     while True:
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        rows = [line.split("|") for line in out.splitlines()]
+        rows = sorted(line.split("|") for line in out.splitlines())
         live = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"} & {state for _, state, _ in rows}
         # at first the leader can be there alone, and as a plain job
         if [job for job, _, _ in rows] == names and not live:

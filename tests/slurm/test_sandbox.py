@@ -126,7 +126,7 @@ def test_killed_node_goes_down_and_comes_back(slurm_cluster: SlurmSandbox) -> No
     assert not is_alive(init)
     assert slurm_cluster.try_command("in-node", 3, "true").returncode == 1
     assert slurm_cluster.try_command("status").returncode == 1
-    wait_until(lambda: node_state("node3").startswith("down"), 40, "node3 to be down")
+    wait_until(lambda: node_state("node3").startswith("down"), 60, "node3 to be down")
     slurm_cluster("start-node", "node3")
     assert run("srun", "--nodelist=node3", "hostname") == "node3\n"
     assert slurm_cluster.try_command("status").returncode == 0
