@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-ROW_BLOCK = 8192
+ROW_BLOCK = 8192  # rows of the output matrix whose gradient is computed at once
 
 
 def vocab_parallel_log_probs(
@@ -33,7 +33,7 @@ def vocab_parallel_log_probs(
             from the sequence-parallel region, whose backward passes do that sum.
         weight: [rows, H], this rank's rows of the output matrix, in rank order and equal numbers.
         targets: int64 [T], each below ``vocab_size``.
-        chunk_tokens: tokens whose logits exist at once; it does not change the log-probabilities.
+        chunk_tokens: tokens whose logits exist at once; it changes results by rounding at most.
         vocab_size: rows of the matrix that count; those from there on are padding.
 
     Returns:

@@ -178,7 +178,7 @@ class ShardedParameter:
 
     name: str
     sources: tuple[HfTensor, ...]  # in export order
-    shards: tuple[tuple[Piece, ...], ...]  # one per tensor-parallel rank; () is never replicated
+    shards: tuple[tuple[Piece, ...], ...]  # one per TP rank; a single one if replicated
     dim: int  # the dimension along which pieces are concatenated
     shard_shape: tuple[int, ...]  # of one rank, padding included
     replicated: bool = False  # every rank holds all of it

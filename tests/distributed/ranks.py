@@ -47,8 +47,10 @@ def run_ranks(
         store = Path(directory) / "store"
         ranks: list[tuple[int, Connection]] = []
         try:
-            for rank in range(world_size):
-                ranks.append(_start(function, rank, world_size, store, args, timeout_s))
+            for rank in range(
+                world_size
+            ):  # each is in the list at once, to be ended whatever comes
+                ranks.append(_start(function, rank, world_size, store, args, timeout_s))  # noqa: PERF401
             results = _collect(ranks, timeout_s)
         except BaseException:
             for pid, _ in ranks:
