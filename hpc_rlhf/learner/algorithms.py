@@ -196,7 +196,7 @@ def _sequence_kl(experience: Experience, estimator: KlEstimator) -> NDArray[np.f
         raise ValueError("the KL penalty needs reference log-probs, and the experience has none")
     sums = []
     for old, ref in zip(experience.old_logprobs, experience.ref_logprobs, strict=True):
-        new, base = torch.from_numpy(old).double(), torch.from_numpy(ref).double()
+        new, base = torch.tensor(old, dtype=torch.float64), torch.tensor(ref, dtype=torch.float64)
         mask = torch.ones_like(new, dtype=torch.bool)
         sums.append(float(kl_penalty(new, base, mask, estimator).sum()))
     return np.array(sums, np.float64)

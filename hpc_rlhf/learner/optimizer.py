@@ -93,8 +93,9 @@ def _provide_fused_adam() -> None:
 class PolicyOptimizer:
     """Adam over the parameters of one model, sharded over its data-parallel ranks.
 
-    Every method is collective over the learner. Master weights and moments are fp32 whatever the
-    parameters are. Norms and biases are not decayed.
+    Every method is collective over the learner. Master weights (copied from the model when this
+    object is made) and moments are fp32 whatever the parameters are. Norms and biases are not
+    decayed.
     """
 
     def __init__(
@@ -161,10 +162,6 @@ class PolicyOptimizer:
     def num_steps(self) -> int:
         """Steps taken."""
         return self._scheduler.num_steps
-
-    def reload_parameters(self) -> None:
-        """Take the model's parameters as the master weights (after loading weights into it)."""
-        self._optimizer.reload_model_params()
 
     def gradient_norm(self) -> float:
         """Global L2 norm of the reduced gradients, before clipping; the same on every rank."""

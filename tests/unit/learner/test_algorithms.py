@@ -61,6 +61,31 @@ def test_rloo_by_name() -> None:
     assert got == [-2.0, -4.0, 2.0, 4.0]
 
 
+def test_first_gradient_is_that_of_trls_ratio_of_whole_completions() -> None:
+    """TRL 1.16's RLOOTrainer: mean over completions of -exp(sum of log-ratios) * advantage."""
+    lengths, advantages = [3, 5], [0.7, -1.2]
+    old = [-torch.rand(n, generator=torch.Generator().manual_seed(n)) for n in lengths]
+    whole = [lp.clone().requires_grad_() for lp in old]
+    ratios = torch.stack([(w - o).sum().exp() for w, o in zip(whole, old, strict=True)])
+    (-ratios * torch.tensor(advantages)).mean().backward()
+
+    algorithm = make_algorithm(AlgorithmConfig(name=AlgorithmName.RLOO))
+    items = [
+        completion_item(
+            np.array([9]),
+            np.arange(n),
+            advantages=np.full(n, a, np.float32),
+            old_logprobs=lp.numpy(),
+            weight=np.full(n, 0.5, np.float32),  # sum over tokens, mean over two completions
+        )
+        for n, a, lp in zip(lengths, advantages, old, strict=True)
+    ]
+    ((batch,),) = pack(items, max_tokens=8)
+    log_probs = torch.cat(old).requires_grad_()
+    (batch.fields["weight"] * algorithm.token_loss(batch, log_probs).loss).sum().backward()
+    torch.testing.assert_close(log_probs.grad, torch.cat([w.grad for w in whole]))
+
+
 def test_kl_in_the_reward_is_summed_over_the_completion() -> None:
     kl = KlConfig(coef=0.1, placement=KlPlacement.REWARD, estimator=KlEstimator.K1)
     algorithm = make_algorithm(AlgorithmConfig(normalize_std=False, kl=kl))
