@@ -245,7 +245,8 @@ class _TorchDistSave(SaveShardedStrategy):
     """Megatron's torch_dist format, written by this process's threads and fsynced.
 
     Megatron's own strategy writes through forked processes and a spawned queue server even when
-    synchronous: seconds of start-up, and processes that outlive a killed rank.
+    synchronous: seconds of start-up, and processes that outlive a killed rank. What it does before
+    writing (two functions, one of them private) is what makes the format, and is used as it is.
     """
 
     def __init__(self) -> None:
