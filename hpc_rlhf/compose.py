@@ -22,6 +22,14 @@ from hpc_rlhf.fs import publish_text
 
 CONFIG_DIRECTORY = Path(hpc_rlhf.__file__).resolve().parent / "_configs"
 
+_PATHS = (
+    ("run", "root"),
+    ("model", "path"),
+    ("model", "reference"),
+    ("data", "prompts"),
+    ("warmup", "demonstrations"),
+)
+
 
 def compose(overrides: Sequence[str], *, config_directory: Path | None = None) -> Config:
     """Compose and type-check a configuration.
@@ -47,9 +55,19 @@ def compose(overrides: Sequence[str], *, config_directory: Path | None = None) -
     try:
         with initialize_config_dir(str(CONFIG_DIRECTORY), version_base="1.3"):
             node = hydra_compose("config", overrides=[*overrides, *searchpath])
-        return _to_config(node)
+        config = _to_config(node)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, overrides)) from error
+    _make_paths_absolute(config)
+    return config
+
+
+def _make_paths_absolute(config: Config) -> None:
+    """A path means the same on every node and in every later command, whatever its directory."""
+    for section, name in _PATHS:
+        value = getattr(getattr(config, section), name)
+        if value is not None:
+            setattr(getattr(config, section), name, str(Path(value).expanduser().absolute()))
 
 
 def load(path: Path) -> Config:
