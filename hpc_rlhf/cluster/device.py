@@ -167,8 +167,11 @@ def engine_environment(tensor_parallel: int) -> dict[str, str]:
     return environment
 
 
-def engine_arguments(sampler: SamplerConfig) -> list[str]:
+def engine_arguments(sampler: SamplerConfig, max_sequence_tokens: int) -> list[str]:
     """Arguments of a vLLM server that depend on the machine.
+
+    Args:
+        max_sequence_tokens: prompt and completion; the server's context length.
 
     Raises:
         UserError: ``sampler.kv_cache_bytes`` is needed here and not set.
@@ -185,7 +188,15 @@ def engine_arguments(sampler: SamplerConfig) -> list[str]:
         )
     if sampler.enforce_eager or not has_cuda():
         arguments.append("--enforce-eager")
+    if not has_cuda():
+        # A prompt that is prefilled in chunks samples a token per chunk and rewinds the noise of its
+        # seed. A CPU generator cannot be rewound: vLLM 0.32 dies of it.
+        budget = max(max_sequence_tokens, _CPU_PREFILL_TOKENS)
+        arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(budget)]
     return arguments
+
+
+_CPU_PREFILL_TOKENS = 4096  # prompt tokens of one engine step
 
 
 class _Process:
