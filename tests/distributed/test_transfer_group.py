@@ -19,8 +19,7 @@ TIMEOUT_S = 20.0
 CHUNKS, CHUNK_BYTES = 50, 1 << 20
 
 
-@pytest.fixture
-def store() -> TCPStore:
+def serve_store() -> TCPStore:
     timeout = timedelta(seconds=TIMEOUT_S)
     return TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
 
@@ -42,14 +41,21 @@ def join(port: int, rank: int, size: int, **options: Any) -> TransferGroup:
 
 
 def run_members(
-    size: int, port: int, member: Callable[[TransferGroup], Any], **options: Any
+    size: int, member: Callable[[TransferGroup], Any], **options: Any
 ) -> dict[int, tuple[str, float]]:
-    """Run ``member`` as each rank of a group; return what it said and after how long, by rank."""
-    context = get_context("fork")
-    queue = context.SimpleQueue()
+    """Run ``member`` as each rank of a group; return what it said and after how long, by rank.
 
-    def main(rank: int) -> None:
+    Rank 0 has the store, as in a learner, so that the process that forks has no threads.
+    """
+    context = get_context("fork")
+    results = context.SimpleQueue()
+    port_receiver, port_sender = context.Pipe(duplex=False)
+
+    def main(rank: int, port: int) -> None:
         torch.set_num_threads(1)
+        if rank == 0:
+            store = serve_store()
+            port_sender.send(port := store.port)
         group = join(port, rank, size, **options)
         start = time.monotonic()
         try:
@@ -57,35 +63,40 @@ def run_members(
         except TransferError as error:
             group.close()  # as both sides do: whoever waits for this one is told
             said = f"TransferError: {error}"
-        queue.put((rank, said, time.monotonic() - start))
+        results.put((rank, said, time.monotonic() - start))
 
-    processes = [context.Process(target=main, args=(rank,)) for rank in range(size)]
-    for process in processes:
+    processes = [context.Process(target=main, args=(0, 0))]
+    processes[0].start()
+    port = port_receiver.recv()
+    processes += [context.Process(target=main, args=(rank, port)) for rank in range(1, size)]
+    for process in processes[1:]:
         process.start()
     for process in processes:
         process.join(60)
-        assert process.exitcode is not None, "a member hangs"
+        if process.exitcode is None:
+            process.kill()
+            raise AssertionError("a member hangs")
     found = {}
-    while not queue.empty():
-        rank, said, seconds = queue.get()
+    while not results.empty():
+        rank, said, seconds = results.get()
         found[rank] = (said, seconds)
     return found
 
 
-def test_everybody_gets_what_rank_0_sends(store: TCPStore) -> None:
+def test_everybody_gets_what_rank_0_sends() -> None:
     def member(group: TransferGroup) -> float:
         tensor = torch.full((1000,), float(group.rank + 1))
         group.broadcast(tensor)
         return float(tensor.sum())
 
-    assert {
-        r: said for r, (said, _) in run_members(4, store.port, member).items()
-    } == dict.fromkeys(range(4), "1000.0")
+    assert {r: said for r, (said, _) in run_members(4, member).items()} == dict.fromkeys(
+        range(4), "1000.0"
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("dying", ["first", "last"])
-def test_all_notice_at_once_when_one_dies(store: TCPStore, size: int, dying: str) -> None:
+def test_all_notice_at_once_when_one_dies(size: int, dying: str) -> None:
     """Rank 0 included; long before the time of an operation is up."""
     victim = 0 if dying == "first" else size - 1
 
@@ -96,14 +107,14 @@ def test_all_notice_at_once_when_one_dies(store: TCPStore, size: int, dying: str
             group.broadcast(torch.zeros(CHUNK_BYTES, dtype=torch.uint8))
         return "finished"
 
-    found = run_members(size, store.port, member)
+    found = run_members(size, member)
     assert found.keys() == set(range(size)) - {victim}
     for said, seconds in found.values():
         assert said.startswith("TransferError")
         assert seconds < TIMEOUT_S / 2
 
 
-def test_one_that_hangs_is_noticed_in_time(store: TCPStore) -> None:
+def test_one_that_hangs_is_noticed_in_time() -> None:
     def member(group: TransferGroup) -> str:
         if group.rank == 1:
             time.sleep(6)
@@ -112,25 +123,25 @@ def test_one_that_hangs_is_noticed_in_time(store: TCPStore) -> None:
             group.broadcast(torch.zeros(CHUNK_BYTES, dtype=torch.uint8))
         return "finished"
 
-    found = run_members(2, store.port, member, timeout_s=2.0)
+    found = run_members(2, member, timeout_s=2.0)
     said, seconds = found[0]
     assert said.startswith("TransferError")
     assert 1.5 < seconds < 5
 
 
-def test_one_that_never_comes(store: TCPStore) -> None:
-    start = time.monotonic()
+def test_one_that_never_comes() -> None:
+    store, start = serve_store(), time.monotonic()
     with pytest.raises(TransferError, match="transfer group test of 2 members did not form"):
         join(store.port, 0, 2, timeout_s=30.0, join_timeout_s=1.0)
     assert time.monotonic() - start < 10
 
 
-def test_a_group_can_be_formed_again_under_another_name(store: TCPStore) -> None:
+def test_a_group_can_be_formed_again_under_another_name() -> None:
     def member(group: TransferGroup) -> float:
         tensor = torch.full((10,), float(group.rank + 1))
         group.broadcast(tensor)
         return float(tensor.sum())
 
     for name in ("one", "two"):
-        found = run_members(3, store.port, member, name=name)
+        found = run_members(3, member, name=name)
         assert [found[rank][0] for rank in range(3)] == ["10.0"] * 3
