@@ -4,12 +4,11 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
+import threading
 import time
 import uuid
-from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +27,7 @@ Weights = Literal["synced", "model"]
 
 _CHILD_POLL_S = 0.2
 _HEALTH_POLL_S = 0.1
-_STOP_TIMEOUT_S = 10.0  # from the end of the engine to that of the server
+_STOP_TIMEOUT_S = 10.0
 
 
 def serve(
@@ -58,7 +57,7 @@ def serve(
     """
     token = read_token(token_file)
     started = time.time()
-    _set_environment(_environment(address, token_file, sampler))
+    _set_environment(address, token_file, sampler)
 
     import uvloop  # after the environment: vLLM reads it while it is imported
     from vllm.entrypoints.launchers.api_server import entry
@@ -69,16 +68,24 @@ def serve(
     arguments = parser.parse_args(_arguments(address, model, sampler, weights))
     validate_parsed_serve_args(arguments)
 
-    class Stopped(BaseException):
-        """SIGTERM before vLLM handles it."""
+    signal.signal(signal.SIGTERM, _stop)
+    stopping = threading.Event()
 
-    def stop(*_: object) -> None:
-        raise Stopped
+    class Loop(uvloop.Loop):
+        """vLLM handles the signals; this notes that it did."""
 
-    signal.signal(signal.SIGTERM, stop)
+        def add_signal_handler(
+            self, number: int, callback: Callable[..., object], *args: object
+        ) -> None:
+            def noted() -> None:
+                stopping.set()
+                callback(*args)
+
+            super().add_signal_handler(number, noted)
+
     # The loop is not closed: closing waits for vLLM's own tasks, which wait for ever on an engine
     # that has died. The process ends right after this function.
-    loop = uvloop.new_event_loop()
+    loop = Loop()
     asyncio.set_event_loop(loop)
     incarnation = uuid.uuid4().hex
     try:
@@ -95,33 +102,40 @@ def serve(
             attempt=world.attempt,
             started=started,
         )
-        run = _run(entry, arguments, url, sock, attempt, endpoint, token, sampler.start_timeout_s)
-        loop.run_until_complete(run)
-    except Stopped:
+        serving = loop.create_task(entry.run_server_worker(url, sock, arguments))
+        publishing = _publish(attempt, endpoint, token, sampler.start_timeout_s)
+        loop.run_until_complete(_run(serving, publishing, stopping))
+    except _Stopped:
         pass
     finally:
         _withdraw(attempt, replica, incarnation)
 
 
+class _Stopped(BaseException):
+    """SIGTERM, before vLLM handles it."""
+
+
+def _stop(*_: object) -> None:
+    raise _Stopped
+
+
 async def _run(
-    entry: object,
-    arguments: Namespace,
-    url: str,
-    sock: socket.socket,
-    attempt: Attempt,
-    endpoint: Endpoint,
-    token: str,
-    start_timeout_s: float,
+    serving: "asyncio.Task[None]",
+    publishing: Coroutine[object, object, None],
+    stopping: threading.Event,
 ) -> None:
-    """Run the server, its publisher and the watch over its engine until one of them ends it all."""
-    serving = asyncio.ensure_future(entry.run_server_worker(url, sock, arguments))  # type: ignore[attr-defined]
-    publishing = asyncio.ensure_future(_publish(attempt, endpoint, token, start_timeout_s))
-    watching = asyncio.ensure_future(_watch_engine(serving))
-    waiting = {serving, publishing, watching}
+    """Wait for the server's end, and raise if it was not asked for."""
+    waiting: set[asyncio.Task[None]] = {
+        serving,
+        asyncio.create_task(publishing),
+        asyncio.create_task(_watch_engine(serving, stopping)),
+    }
     while not serving.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
+    if not stopping.is_set():
+        raise ComponentError("the server ended by itself; its log says why")
 
 
 async def _publish(
@@ -139,21 +153,21 @@ async def _publish(
     publish_endpoint(attempt, endpoint)
 
 
-async def _watch_engine(serving: "asyncio.Future[None]") -> None:
+async def _watch_engine(serving: "asyncio.Task[None]", stopping: threading.Event) -> None:
     """Raise when an engine process has died: the server would stay, and may hang for ever."""
     seen: dict[int, multiprocessing.process.BaseProcess] = {}
-    while not serving.done():
-        await asyncio.sleep(_CHILD_POLL_S)
+    while not (serving.done() or stopping.is_set()):
         living = {child.pid: child for child in multiprocessing.active_children() if child.pid}
         for pid in seen.keys() - living.keys():
-            child = seen[pid]
-            if child.exitcode in (0, -signal.SIGTERM):  # the server's own stop: it ends as well
-                await asyncio.wait([serving], timeout=_STOP_TIMEOUT_S)
-            if not serving.done():
-                raise ComponentError(
-                    f"engine process {child.name} (pid {pid}) died: exit code {child.exitcode}"
-                )
+            raise ComponentError(
+                f"engine process {seen[pid].name} (pid {pid}) died: exit code {seen[pid].exitcode}"
+            )
         seen |= living
+        await asyncio.sleep(_CHILD_POLL_S)
+    # Asked to stop. Connections that do not close must not keep the process.
+    await asyncio.wait([serving], timeout=_STOP_TIMEOUT_S)
+    if not serving.done():
+        raise ComponentError(f"the server did not stop within {_STOP_TIMEOUT_S:g} s")
 
 
 def _withdraw(attempt: Attempt, replica: int, incarnation: str) -> None:
@@ -163,25 +177,23 @@ def _withdraw(attempt: Attempt, replica: int, incarnation: str) -> None:
             endpoint_path(attempt, COMPONENT, replica).unlink(missing_ok=True)
 
 
-def _environment(address: str, token_file: Path, sampler: SamplerConfig) -> dict[str, str]:
-    scratch = Path(tempfile.gettempdir()) / f"hpc-rlhf-{os.getuid()}"  # local to the node
-    return {
+def _set_environment(address: str, token_file: Path, sampler: SamplerConfig) -> None:
+    os.environ |= {
         TOKEN_FILE_VARIABLE: str(token_file.absolute()),
-        "VLLM_HOST_IP": address,
+        "VLLM_HOST_IP": address,  # else it asks the network
         "VLLM_SERVER_DEV_MODE": "1",  # the RL control routes
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+    }
+    scratch = Path(tempfile.gettempdir()) / f"hpc-rlhf-{os.getuid()}"  # local to the node
+    defaults = {
         "VLLM_CACHE_ROOT": str(scratch / "vllm"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         **device.engine_environment(sampler.tensor_parallel),
     }
-
-
-def _set_environment(values: Mapping[str, str]) -> None:
-    """Set what is not set: a site's own choice of caches or threads stands."""
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)  # a site's own choice of caches or threads stands
 
 
 def _arguments(
@@ -208,5 +220,5 @@ def _arguments(
         *("--worker-extension-cls", WORKER_EXTENSION),
         *("--middleware", "hpc_rlhf.rollout.auth.BearerAuth"),
         "--disable-uvicorn-access-log",
-        *device.engine_arguments(sampler),
+        *device.engine_arguments(sampler, model.max_sequence_tokens),
     ]

@@ -82,6 +82,7 @@ class TransferGroup:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=self._timeout_s)
+        work = None
         try:
             work = self._backend.broadcast([tensor], options)
             if tensor.device.type == "cpu":
@@ -90,6 +91,8 @@ class TransferGroup:
                 self._wait_on_device(work)
         except RuntimeError as error:
             raise TransferError(f"{self._name} rank {self.rank}/{self.size}: {error}") from error
+        finally:
+            del work  # it keeps gloo's connections open, and the exception keeps this frame
 
     def _wait_on_device(self, work: Any) -> None:
         # Work.wait() only makes the stream wait; the host must know, and within the time.

@@ -105,11 +105,14 @@ def train_a_bit(model: PolicyModel, how: int) -> None:
 
 
 def at_tensor(number: int, action: Callable[[], Any]) -> None:
-    """In this rank, do ``action`` before the ``number``-th tensor of a publish is sent."""
+    """In this rank, do ``action`` once, before the ``number``-th tensor of a publish is sent."""
+    done = False
 
     def tensors(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal done
         for i, pair in enumerate(hf_tensors(model)):
-            if i == number:
+            if i == number and not done:
+                done = True
                 action()
             yield pair
 

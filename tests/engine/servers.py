@@ -77,14 +77,10 @@ class Server:
         self.process.kill()
         self.process.wait()
 
-    def stop(self) -> int:
+    def wait(self, timeout_s: float) -> int:
+        """Exit code of the process, which ends by itself."""
         assert self.process is not None
-        self.process.terminate()
-        try:
-            return self.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise
+        return self.process.wait(timeout_s)
 
 
 def new_run(directory: Path) -> tuple[RunDir, Attempt]:
@@ -120,3 +116,6 @@ def _main(options: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     _main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # as the component's program ends: nothing is waited for

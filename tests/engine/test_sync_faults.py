@@ -4,15 +4,18 @@ The tests here kill servers of the shared fleet and start them again; they run i
 """
 
 import asyncio
+import os
+import signal
 import time
 
 import psutil
 import pytest
 
+from hpc_rlhf.cluster.rendezvous import read_endpoints
 from hpc_rlhf.config import ParallelConfig, SamplerConfig, SamplingConfig
 from hpc_rlhf.errors import ComponentError, WaitTimeout
 from hpc_rlhf.rollout.client import SamplerClient
-from hpc_rlhf.rollout.sampler import Done, Interrupted, Joined
+from hpc_rlhf.rollout.sampler import Done, Interrupted, Joined, SamplerPool
 from hpc_rlhf.sync.collective import SyncStats
 from tests.distributed.ranks import RankError
 from tests.engine.conftest import Fleet
@@ -27,7 +30,7 @@ from tests.engine.learners import (
     run_learner,
     train_a_bit,
 )
-from tests.engine.servers import KV_CACHE_BYTES
+from tests.engine.servers import KV_CACHE_BYTES, MAX_SEQUENCE_TOKENS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
 LONG = SamplingConfig(temperature=1.0, max_new_tokens=400)
@@ -93,6 +96,16 @@ def test_a_learner_that_dies_in_an_update_leaves_the_old_weights(fleet: Fleet, s
     assert after[0][0] == after[1][0] != before[0][0]
 
 
+def test_replicas_that_do_not_come_are_named(fleet: Fleet) -> None:
+    config = SamplerConfig(kv_cache_bytes=KV_CACHE_BYTES, start_timeout_s=3.0)
+    pool = SamplerPool(fleet.attempt, fleet.token, config, LONG, 4, [EOS], MAX_SEQUENCE_TOKENS)
+    try:
+        with pytest.raises(WaitTimeout, match="sampler replicas 2, 3 of 4 to be healthy"):
+            pool.wait_until_ready()
+    finally:
+        pool.close()
+
+
 def test_tensors_of_another_model_are_refused_before_any_is_sent(fleet: Fleet) -> None:
     publish(fleet, version=63, how=0, replicas=2)
     before = [greedy(fleet, replica) for replica in range(2)]
@@ -150,6 +163,45 @@ def test_an_interrupted_batch_gives_back_everything(fleet: Fleet) -> None:
         assert cut.seed == completion.seed
         assert cut.token_ids.tolist() == completion.token_ids[: len(cut.token_ids)].tolist()
         assert [span.version for span in cut.versions] in ([65], [])
+
+
+def test_a_sampler_that_stops_answering(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and says nothing; once it answers again it gets weights before work."""
+    for name, seconds in {"PERIOD": 0.3, "TIMEOUT": 1.0}.items():
+        monkeypatch.setattr(f"hpc_rlhf.rollout.sampler._HEALTH_{name}_S", seconds)
+    frozen = fleet.servers[1].pid
+    batch = requests(10, 66, samples=4)
+
+    def scenario(learner: Learner) -> tuple[Done, Joined]:
+        pool = learner.pool
+        assert pool is not None
+        learner.transport.publish(learner.model, 66)
+        pool.begin(batch, 66)
+        assert pool.wait_event(timeout_s=0.5) is None, "done too soon to be interrupted"
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            done = pool.wait_event()
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        assert isinstance(done, Done)
+        pool.begin(batch, 66)
+        while not isinstance(joined := pool.wait_event(), Joined):
+            pool.begin(batch, 66)
+        learner.transport.publish(learner.model, 66)
+        return done, joined
+
+    done, joined = run_learner(
+        scenario,
+        attempt=fleet.attempt,
+        token=fleet.token,
+        model=fleet.model,
+        replicas=2,
+        sampling=LONG,
+    )
+    assert done.stats.reissued > 0
+    assert done.stats.deaths == 1
+    assert len(done.rollouts) == len(batch)
+    assert [endpoint.pid for endpoint in joined.endpoints] == [frozen]
 
 
 def test_samples_of_a_sampler_that_dies_are_sampled_again(fleet: Fleet) -> None:
@@ -220,7 +272,7 @@ def test_a_sampler_that_dies_in_an_update_is_left_out(fleet: Fleet) -> None:
         stats = learner.transport.publish(learner.model, 80)
 
         pool.begin(requests(4, 80), 80)
-        kill(first)
+        os.kill(first, signal.SIGTERM)
         with pytest.raises(WaitTimeout) as waited:
             pool.wait_event()
         with pytest.raises(ComponentError) as published:
@@ -242,3 +294,6 @@ def test_a_sampler_that_dies_in_an_update_is_left_out(fleet: Fleet) -> None:
     assert "4 of 4 samples are missing: p0[0], p1[0], p2[0], p3[0]" in waited
     assert "no sampler to publish version 81 to" in published
     assert time.monotonic() - start < 60
+    # A server that is asked to stop stops, with success, and takes its address down.
+    assert fleet.servers[0].wait(timeout_s=20) == 0
+    assert [e.replica for e in read_endpoints(fleet.attempt, "sampler")] == [1]

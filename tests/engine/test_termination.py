@@ -1,0 +1,42 @@
+"""How a server ends. The last of the live-server tests: it ends the server the others use."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpc_rlhf.cluster.rendezvous import read_endpoints
+from tests.engine.conftest import Fleet
+from tests.engine.servers import Server, new_run
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
+
+
+@pytest.mark.parametrize("after_s", [1.0, 6.0])
+def test_a_server_that_is_stopped_while_it_starts(
+    tied_fleet: Fleet, tmp_path: Path, after_s: float
+) -> None:
+    run, attempt = new_run(tmp_path / "run")
+    server = Server(str(run.path), attempt.number, 0, str(tied_fleet.model)).start()
+    time.sleep(after_s)
+    os.kill(server.pid, signal.SIGTERM)
+    code = server.wait(timeout_s=20)
+    assert code == (0 if "vllm" in server.log.read_text() else -signal.SIGTERM)
+    assert list(read_endpoints(attempt, "sampler")) == []
+
+
+def test_a_server_ends_when_its_engine_has_died(tied_fleet: Fleet) -> None:
+    server = tied_fleet.servers[0]
+    engines = psutil.Process(server.pid).children(recursive=True)
+    core = next(process for process in engines if "EngineCore" in " ".join(process.cmdline()))
+    start = time.monotonic()
+    core.kill()
+    assert server.wait(timeout_s=20) != 0
+    assert time.monotonic() - start < 10
+    assert "engine process EngineCore" in server.log.read_text()
+    assert list(read_endpoints(tied_fleet.attempt, "sampler")) == []
+    _, alive = psutil.wait_procs(engines, timeout=10)
+    assert alive == []
