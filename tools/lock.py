@@ -5,9 +5,9 @@ cpu.lock holds what `hpc-rlhf[cpu]` needs, dev.lock what is there besides; `make
 with `pip install --no-deps`. Run it after upgrading anything, and commit the result.
 """
 
-import importlib.metadata as metadata
 import re
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
