@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     timeline = Timeline(attempt if arguments.component == LEARNER and rank == 0 else None)
     try:
         code = _run(arguments.component, run, attempt, world, arguments.replica, timeline)
-    except BaseException as error:  # recorded with where and when, then the process ends with it
+    except BaseException as error:  # noqa: BLE001 - recorded, then the process ends with it
         code = ExitCode.BAD_INPUT if isinstance(error, UserError) else ExitCode.FAILED
         _record_failure(attempt, arguments.component, rank, world, timeline, error)
     sys.stdout.flush()

@@ -34,7 +34,7 @@ def node_state(node: str) -> str:
     return run("sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%t").split()[0]
 
 
-# ------------------------------------------------------------------------------ the cluster of a session
+# ------------------------------------------------------------------------- the cluster of a session
 
 
 def test_every_node_has_a_name_and_an_address_of_its_own(slurm_cluster: SlurmSandbox) -> None:
@@ -149,7 +149,7 @@ def test_cut_node_lives_but_cannot_be_reached(slurm_cluster: SlurmSandbox) -> No
     assert run("srun", "--nodelist=node4", "hostname") == "node4\n"
 
 
-# ---------------------------------------------------------------------------- a second one, from scratch
+# ----------------------------------------------------------------------- a second one, from scratch
 
 
 @pytest.fixture
