@@ -69,6 +69,8 @@ def serve(
     validate_parsed_serve_args(arguments)
 
     signal.signal(signal.SIGTERM, _stop)
+    # srun forwards USR2; SIGTERM it takes for itself and kills its tasks.
+    signal.signal(signal.SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     stopping = threading.Event()
 
     class Loop(uvloop.Loop):

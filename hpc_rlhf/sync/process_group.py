@@ -81,11 +81,13 @@ class TransferGroup:
         """
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=self._timeout_s)
+        on_host = tensor.device.type == "cpu"
+        if on_host:  # gloo's own; for NCCL see _wait_on_device
+            options.timeout = timedelta(seconds=self._timeout_s)
         work = None
         try:
             work = self._backend.broadcast([tensor], options)
-            if tensor.device.type == "cpu":
+            if on_host:
                 work.wait()
             else:
                 self._wait_on_device(work)

@@ -106,6 +106,47 @@ def test_tied_embeddings(tied_fleet: Fleet, tmp_path: Path) -> None:
     )
 
 
+def test_completions_that_span_two_versions(fleet: Fleet, tmp_path: Path) -> None:
+    """Weights that change under a completion: each token is of the version its span says.
+
+    The tokens before the change count under the new weights too: nothing computed with the old
+    ones is kept.
+    """
+    sampling = SamplingConfig(temperature=1.0, max_new_tokens=300)
+
+    def scenario(learner: Learner) -> tuple[Rollout, ...]:
+        assert learner.pool is not None
+        export_hf(learner.model, fleet.model, tmp_path / "40")
+        learner.transport.publish(learner.model, 40)
+        train_a_bit(learner.model, how=1)
+        export_hf(learner.model, fleet.model, tmp_path / "41")
+        learner.pool.begin(requests(4, 40, samples=2), 40)
+        assert learner.pool.wait_event(timeout_s=0.3) is None, "done too soon"
+        learner.transport.publish(learner.model, 41)
+        event = learner.pool.wait_event()
+        assert isinstance(event, Done)
+        return event.rollouts
+
+    rollouts = run_learner(
+        scenario,
+        attempt=fleet.attempt,
+        token=fleet.token,
+        model=fleet.model,
+        replicas=2,
+        sampling=sampling,
+    )
+    references = {version: Reference(tmp_path / str(version)) for version in (40, 41)}
+    versions = [[s.version for s in rollout.completion.versions] for rollout in rollouts]
+    assert [40, 41] in versions
+    for rollout in rollouts:
+        for span in rollout.completion.versions:
+            expected = references[span.version].log_probs(
+                rollout.token_ids, len(rollout.prompt.token_ids)
+            )
+            difference = (rollout.completion.logprobs - expected)[span.start : span.end]
+            assert np.abs(difference).max() <= 1e-4
+
+
 def test_log_probs_of_learner_and_sampler_agree(fleet: Fleet) -> None:
     """On the same tokens, of the tempered distribution, in fp32."""
     sampling = SamplingConfig(temperature=0.7, max_new_tokens=48)
