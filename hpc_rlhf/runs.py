@@ -47,7 +47,7 @@ def check_resume(config: Config) -> None:
         raise UserError(
             f"{run.path} belongs to somebody else (not writable); choose another run.name"
         )
-    resumable = RESUMABLE_CHANGES
+    resumable: tuple[str, ...] = RESUMABLE_CHANGES
     if config.learner.optimizer.schedule is Schedule.CONSTANT:
         resumable += ("run.steps",)  # else the learning rate of every step depends on it
     changed = {

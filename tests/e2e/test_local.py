@@ -93,8 +93,9 @@ def test_killed_sampler_is_started_again_and_its_samples_reissued(tmp_path: Path
             if command.run_dir.attempt(1).ended.exists():
                 break
             wait_until(
-                lambda killed=killed: command.pids("sampler-0") != killed
-                or process.poll() is not None,
+                lambda killed=killed: (
+                    command.pids("sampler-0") != killed or process.poll() is not None
+                ),
                 "the sampler to be started again or the attempt to end",
                 30,
             )
