@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-# Before anything imports torch: the tests start many processes on few cores. And a job that the tests
-# themselves may run in is none of theirs.
+# Before anything imports torch: the tests start many processes on few cores. And a job that the
+# tests themselves may run in is none of theirs.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 for _name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SRUN_"))]:
@@ -27,7 +27,7 @@ DEFAULT_TIMEOUT_S = 240
 ORDER = ("distributed", "engine", "slurm", "slow", "soak")
 
 
-# -------------------------------------------------------------------------------- selection and order
+# ------------------------------------------------------------------------------ selection and order
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,7 +75,7 @@ def _skips(reporter: pytest.TerminalReporter) -> list[pytest.TestReport | pytest
     return list(reporter.stats.get("skipped", []))
 
 
-# ------------------------------------------------------------------------------------------ time limits
+# -------------------------------------------------------------------------------------- time limits
 
 _stderr = pytest.StashKey[int]()
 
@@ -138,7 +138,7 @@ class TimeLimit:
         raise TestTimeout(f"longer than {self.seconds} s")
 
 
-# ------------------------------------------------------------------------------------------------ Slurm
+# -------------------------------------------------------------------------------------------- Slurm
 
 
 @dataclass(frozen=True)

