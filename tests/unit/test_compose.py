@@ -11,9 +11,7 @@ from hpc_rlhf.planner.preflight import check_settings
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PATHS = ["run.name=a", "model.path=/model", "data.prompts=/prompts.jsonl"]
-OPTIONS = sorted(
-    f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml")
-)
+OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml"))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -23,9 +21,7 @@ def test_every_option_composes(option: str) -> None:
 
 @pytest.mark.parametrize("cluster", ["local", "slurm", "slurm_steps"])
 @pytest.mark.parametrize("experiment", ["quickstart", "gsm8k"])
-def test_every_experiment_passes_the_checks_on_every_cluster(
-    experiment: str, cluster: str
-) -> None:
+def test_every_experiment_passes_the_checks_on_every_cluster(experiment: str, cluster: str) -> None:
     overrides = [f"experiment={experiment}", f"cluster={cluster}"]
     paths = PATHS[1:] if experiment == "gsm8k" else []
     check_settings(compose.compose([*overrides, *paths]))
