@@ -10,6 +10,7 @@ Order of calls: ``init`` (once per group), then for each version ``start``, ``up
 is untouched, and ``finish`` of an update that is not whole drops it: the old weights serve on.
 """
 
+import logging
 import os
 import signal
 from dataclasses import asdict, replace
@@ -26,6 +27,16 @@ from hpc_rlhf.sync.validation import check_tensors, checkpoint_shapes
 from hpc_rlhf.sync.wire import InitInfo, TransferStatus, UpdateInfo
 
 logger = init_logger("vllm.hpc_rlhf.receiver")  # vLLM configures the loggers below "vllm"
+
+
+class _NotComputed(logging.Filter):
+    """Drops vLLM's warning, at every reload, that the computed rotary tables were not loaded."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in str(record.msg) or "Rotary" not in str(record.args)
+
+
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_NotComputed())
 
 
 class StagedReceiver(WeightTransferEngine):  # of InitInfo and UpdateInfo, which know no vLLM
@@ -138,13 +149,18 @@ class StagedReceiver(WeightTransferEngine):  # of InitInfo and UpdateInfo, which
             initialize_layerwise_reload,
         )
 
-        # load_weights alone cannot write into weights that were repacked for their kernels.
         model: Any = self.model
+        parameters = {name for name, _ in model.named_parameters()}
+        # load_weights alone cannot write into weights that were repacked for their kernels.
         initialize_layerwise_reload(model)
         staged = (self._staged[stage] for stage in sorted(self._staged))
-        model.load_weights(pair for tensors in staged for pair in tensors)
+        loaded = model.load_weights(pair for tensors in staged for pair in tensors)
         finalize_layerwise_reload(model, self.model_config)
         _refresh_packed_heads(model)
+        # A server that started without weights would serve random ones. (A quantized model has
+        # parameters that are computed, not loaded.)
+        if self.model_config.quantization is None and parameters - loaded:
+            raise RuntimeError(f"nothing was loaded into {sorted(parameters - loaded)[:3]}")
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

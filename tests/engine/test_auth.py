@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.conftest import Fleet
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
 
 # Besides what the server's own description of its API lists.
 EXTRA = [

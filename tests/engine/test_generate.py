@@ -14,7 +14,7 @@ from tests.engine.conftest import Fleet
 from tests.engine.learners import EOS, prompts
 from tests.engine.references import Reference
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
 T = TypeVar("T")
 
 
