@@ -100,6 +100,7 @@ class RunConfig:
     seed: int = 0
     steps: int = 100  # optimizer phases (one batch of rollouts each)
     prompts_per_step: int = 8
+    deterministic: bool = False  # resume as if uninterrupted: unfinished samples from their seeds
 
 
 @dataclass

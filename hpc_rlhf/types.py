@@ -114,5 +114,17 @@ def sample_seed(run_seed: int, step: int, prompt_uid: str, sample_index: int) ->
     Returns:
         A non-negative 63-bit integer.
     """
-    text = f"{run_seed}:{step}:{prompt_uid}:{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return _hashed_seed(f"{run_seed}:{step}:{prompt_uid}:{sample_index}")
+
+
+def continuation_seed(seed: int, tokens: int) -> int:
+    """Seed of the rest of a completion that was cut short behind ``tokens`` tokens.
+
+    An engine's noise starts with the request, so under the same seed the rest would repeat it.
+    """
+    return _hashed_seed(f"{seed}:{tokens}")
+
+
+def _hashed_seed(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
