@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from hpc_rlhf.config import SamplerConfig, SamplingConfig
 from hpc_rlhf.errors import ComponentError, WaitTimeout
 from hpc_rlhf.rollout.client import SamplerClient, SamplerRefused, SamplerUnreachable
 from hpc_rlhf.run_dir import Attempt
-from hpc_rlhf.types import Completion, Prompt, Rollout
+from hpc_rlhf.types import Completion, Prompt, Rollout, continuation_seed
 
 T = TypeVar("T")
 
@@ -38,17 +38,23 @@ _HEALTH_PERIOD_S = 5.0  # of the health checks of replicas that have work
 _HEALTH_TIMEOUT_S = 5.0
 _HEALTH_FAILURES = 3  # in a row, of a replica that takes connections but does not answer
 _TRIES = 5  # of one sample; more means that the sample is the cause
+_CALL_TIMEOUT_S = 120.0  # of what the loop does for a caller
 _TICK_S = 0.2  # how often a blocked caller looks for failures of the loop
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One completion to sample; ``(step, prompt.uid, sample_index)`` names it."""
+    """One completion to sample; ``(step, prompt.uid, sample_index)`` names it.
+
+    With a ``prefix``, an unfinished completion of the same name, sampling goes on behind its tokens,
+    with noise of its own: that of ``seed`` began with the first token.
+    """
 
     prompt: Prompt
     sample_index: int
     step: int
     seed: int
+    prefix: Completion | None = None
 
     @property
     def key(self) -> tuple[int, str, int]:
@@ -112,7 +118,6 @@ class _Replica:
     client: SamplerClient
     version: int | None = None  # of the weights it serves, as far as known here
     alive: bool = True
-    announced: bool = False  # Joined was said for it
     in_flight: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)  # by request id
     last_probe: float = 0.0
     missed_probes: int = 0
@@ -167,6 +172,7 @@ class SamplerPool:
         self._replicas: dict[int, _Replica] = {}  # by replica number: the newest incarnation
         self._collection: _Collection | None = None
         self._events: queue.SimpleQueue[Done | Interrupted] = queue.SimpleQueue()
+        self._retired: list[SamplerClient] = []  # of former incarnations
         self._joined: set[str] = set()  # incarnations to announce
         self._failure: BaseException | None = None
         self._none_alive_since: float | None = None
@@ -283,9 +289,20 @@ class SamplerPool:
         """Check the health of these replicas; return those that are gone, and forget their weights."""
         return self.call(self._drop_dead(list(endpoints)))
 
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run ``coroutine`` on the pool's loop and return its result."""
-        return self.submit(coroutine).result(timeout_s)
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = _CALL_TIMEOUT_S) -> T:
+        """Run ``coroutine`` on the pool's loop and return its result.
+
+        Raises:
+            WaitTimeout: it took longer than ``timeout_s``.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise WaitTimeout(
+                f"waited {timeout_s:g} s for the sampler pool: {coroutine!r}"
+            ) from None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Start ``coroutine`` on the pool's loop."""
@@ -346,7 +363,7 @@ class SamplerPool:
         old = self._replicas.get(endpoint.replica)
         if old is not None:
             self._bury(old)
-            await old.client.close()
+            self._retired.append(old.client)  # somebody may be in the middle of a call
         self._replicas[endpoint.replica] = _Replica(endpoint, client)
         self._joined.add(endpoint.incarnation)
 
@@ -481,16 +498,22 @@ class SamplerPool:
         """Return the completion, or None if the replica did not deliver it."""
         request = batch.requests[index]
         room = self._max_sequence_tokens - len(request.prompt.token_ids)
+        prompt, seed, done = request.prompt.token_ids, request.seed, 0
+        if request.prefix is not None:
+            done = len(request.prefix.token_ids)
+            prompt = np.concatenate([prompt, request.prefix.token_ids])
+            seed = continuation_seed(request.seed, done)
         try:
-            return await replica.client.generate(
-                request.prompt.token_ids,
+            completion = await replica.client.generate(
+                prompt,
                 self._sampling,
-                seed=request.seed,
+                seed=seed,
                 request_id=request_id,
-                max_tokens=min(self._sampling.max_new_tokens, room),
+                max_tokens=min(self._sampling.max_new_tokens, room) - done,
                 stop_token_ids=self._stop_ids,
                 timeout_s=self._config.request_timeout_s,
             )
+            return completion if request.prefix is None else join(request.prefix, completion)
         except (SamplerUnreachable, SamplerRefused) as error:
             if isinstance(error, SamplerRefused) and error.status < 500:
                 raise  # the request is wrong: so it would be anywhere else
@@ -597,8 +620,21 @@ class SamplerPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for replica in self._replicas.values():
-            await replica.client.close()
+        for client in [*self._retired, *(replica.client for replica in self._replicas.values())]:
+            await client.close()
+
+
+def join(prefix: Completion, rest: Completion) -> Completion:
+    """The whole completion of an unfinished one and its continuation."""
+    offset = len(prefix.token_ids)
+    moved = (replace(s, start=s.start + offset, end=s.end + offset) for s in rest.versions)
+    return replace(
+        rest,
+        token_ids=np.concatenate([prefix.token_ids, rest.token_ids]),
+        logprobs=np.concatenate([prefix.logprobs, rest.logprobs]),
+        versions=(*prefix.versions, *moved),
+        seed=prefix.seed,
+    )
 
 
 def _stats(batch: _Collection, rollouts: Sequence[Rollout]) -> RolloutStats:
