@@ -2,7 +2,7 @@
 
 from hpc_rlhf.errors import ExitCode
 from hpc_rlhf.observe.timeline import Timeline
-from hpc_rlhf.online_run import OnlineRun
+from hpc_rlhf.online_run import OnlineRun, StopRequested
 from hpc_rlhf.types import Phase
 
 
@@ -12,26 +12,29 @@ def train(run: OnlineRun, timeline: Timeline) -> ExitCode:
     Collective over the learner: every rank calls it and enters every phase.
 
     Returns:
-        DONE after the last step, INTERRUPTED when a stop was asked for and the state is saved.
+        DONE after the last step, INTERRUPTED when a stop was asked for: the state is saved, and the
+        samples of a step under way are on disk.
     """
     with timeline.phase(0, Phase.SYNC):
         run.publish()  # nothing is sampled before the samplers hold this state's weights
     timeline.finish(0)
-    for step in run.remaining():
-        with timeline.phase(step, Phase.ROLLOUT):
-            rollouts = run.collect(step)
-        with timeline.phase(step, Phase.SCORE):
-            experience = run.score(rollouts)
-        with timeline.phase(step, Phase.TRAIN):
-            run.update(experience)
-        with timeline.phase(step, Phase.SYNC):
-            run.publish()
-        stopping = run.stop_requested()
-        if stopping or run.checkpoint_due(step):
-            with timeline.phase(step, Phase.CHECKPOINT):
-                run.save()
-        run.record(timeline.finish(step))
-        if stopping:
-            return ExitCode.INTERRUPTED
+    try:
+        for step in run.remaining():
+            with timeline.phase(step, Phase.ROLLOUT):
+                rollouts = run.collect(step)
+            with timeline.phase(step, Phase.SCORE):
+                experience = run.score(rollouts)
+            with timeline.phase(step, Phase.TRAIN):
+                run.update(experience)
+            with timeline.phase(step, Phase.SYNC):
+                run.publish()
+            if run.checkpoint_due(step):
+                with timeline.phase(step, Phase.CHECKPOINT):
+                    run.save()
+            run.record(timeline.finish(step))
+    except StopRequested:
+        with timeline.phase(run.completed, Phase.CHECKPOINT):
+            run.save()
+        return ExitCode.INTERRUPTED
     run.complete()
     return ExitCode.DONE

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,15 +23,21 @@ from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.megatron import PolicyModel, export_hf
 from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.observe.timeline import StepTimes
-from hpc_rlhf.rollout import store
+from hpc_rlhf.rollout import spill, store
 from hpc_rlhf.rollout.sampler import Done, Joined, SampleRequest, SamplerPool
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.scoring.verifiers import VerifierPool
 from hpc_rlhf.sync.collective import CollectiveTransport
 from hpc_rlhf.types import Experience, Prompt, Rollout, Scores, sample_seed
 
-# How often the ranks look at each other while the samplers work.
-TICK_S = 2.0
+# How often the ranks look at each other while the samplers work: how soon a stop is seen.
+TICK_S = 1.0
+# For the samplers to hand over what they have; a grace time can be as short as 30 s.
+INTERRUPT_TIMEOUT_S = 10.0
+
+
+class StopRequested(Exception):
+    """All ranks agreed to stop at this save point; what was sampled is on disk."""
 
 
 @dataclass
@@ -70,7 +76,8 @@ class OnlineRun:
     source: Path  # the Hugging Face directory that configuration and tokenizer come from
     coordinator: Coordinator | None
     completed: int = 0  # finished steps; the policy version, too
-    cursor: PromptCursor = field(default_factory=PromptCursor)
+    cursor: PromptCursor = field(default_factory=PromptCursor)  # behind the last finished step
+    next_cursor: PromptCursor | None = None  # behind the one under way
     stats: dict[str, float] = field(default_factory=dict)  # of the step under way
     saved: int | None = None
 
@@ -98,8 +105,15 @@ class OnlineRun:
         }
 
     def collect(self, step: int) -> tuple[Rollout, ...]:
-        """Sample the step's batch under the current weights."""
+        """Sample the step's batch under the current weights, what an earlier attempt left included.
+
+        Raises:
+            StopRequested: a stop was asked for; finished and unfinished samples are on disk.
+        """
+        if self.stop_requested():
+            raise StopRequested
         self.stats = {}
+        rest = cursor = None
         if self.coordinator is not None:
             prompts, cursor = self.coordinator.dataset.batch(
                 self.cursor, self.config.prompts_per_step, self.config.seed
@@ -107,25 +121,69 @@ class OnlineRun:
             requests = sample_requests(
                 prompts, self.sampling.samples_per_prompt, self.config.seed, step
             )
-            self.coordinator.pool.begin(requests, self.completed)
-        else:
-            cursor = self.cursor
+            rest = spill.remainder(
+                requests,
+                spill.read(self.directory, step),
+                version=self.completed,
+                again=self.config.deterministic,
+            )
+            self.coordinator.pool.begin(rest.requests, self.completed)
+            self.stats = {
+                "rollout/kept_tokens": rest.kept_tokens,
+                "rollout/dropped_tokens": rest.dropped_tokens,
+            }
         while True:
             event = self.coordinator.pool.wait_event(TICK_S) if self.coordinator else None
             event = self.control.broadcast(event)
+            if isinstance(event, Done):
+                break
+            if self.stop_requested():
+                self._leave(rest)
             if isinstance(event, Joined):  # a replica was started again: weights before any work
                 self.transport.publish(self.trainer.model, self.completed)
-            elif isinstance(event, Done):
-                break
-        self.cursor = self.control.broadcast(cursor)
+        rollouts = None
+        if rest is not None:
+            sampled = {(r.step, r.prompt.uid, r.sample_index): r for r in event.rollouts}
+            both = {**rest.finished, **sampled}
+            rollouts = tuple(both[request.key] for request in requests)
+        rollouts, self.next_cursor = self.control.broadcast((rollouts, cursor))
         self.stats |= event.stats.as_metrics()
-        return event.rollouts
+        assert rollouts is not None
+        return rollouts
+
+    def _leave(self, rest: spill.Remainder | None) -> NoReturn:
+        """Abort what is being sampled and put everything on disk."""
+        if self.coordinator is not None and rest is not None:
+            found = self.coordinator.pool.interrupt(INTERRUPT_TIMEOUT_S)
+            # one that was to be continued and did not start again keeps what it has
+            waiting = [
+                Rollout(
+                    prompt=request.prompt,
+                    sample_index=request.sample_index,
+                    completion=request.prefix,
+                    step=request.step,
+                )
+                for request in found.unstarted
+                if request.prefix is not None
+            ]
+            spill.write(
+                self.directory,
+                [*rest.finished.values(), *found.finished, *found.partial, *waiting],
+            )
+        raise StopRequested
 
     def score(self, rollouts: tuple[Rollout, ...]) -> Experience:
         """Reward every rollout, and sweep it with the policy and the reference.
 
         The verifiers work in their own processes while the learner sweeps.
+
+        Raises:
+            StopRequested: a stop was asked for; the samples are on disk.
         """
+        if self.stop_requested():
+            if self.coordinator is not None:
+                spill.write(self.directory, rollouts)
+            raise StopRequested
         scoring = None
         if self.coordinator is not None:
             scoring = self.coordinator.thread.submit(self.coordinator.verifiers.score, rollouts)
@@ -136,6 +194,7 @@ class OnlineRun:
             scores = scoring.result()
             path = self.directory.rollouts / f"step_{rollouts[0].step}.h5"
             store.write_step(path, rollouts, scores)
+            spill.remove(self.directory)
         scores = self.control.broadcast(scores)
         assert scores is not None
         self.stats |= rollout_stats(rollouts, scores)
@@ -151,12 +210,16 @@ class OnlineRun:
         """Learn from the experience; the weights become the next policy version."""
         self.stats |= self.trainer.update(self.algorithm, experience)
         self.completed += 1
+        assert self.next_cursor is not None
+        self.cursor = self.next_cursor
 
     def checkpoint_due(self, step: int) -> bool:
         return step % self.checkpoint.every_steps == 0 or step == self.config.steps
 
     def save(self) -> None:
-        """Save at this step boundary."""
+        """Save the last finished step, unless it is saved or is the beginning."""
+        if self.completed in (0, self.saved):
+            return
         state = {"step": self.completed, "cursor": vars(self.cursor)}
         self.checkpoints.save(self.completed, self.trainer, state)
         self.saved = self.completed
