@@ -98,8 +98,9 @@ class LocalStep:
     def terminate(self) -> None:
         for process in self._running.values():
             # The process alone: what it started, it ends in its own order. And not Popen's
-            # send_signal, which reaps one that has ended.
-            os.kill(process.pid, signal.SIGTERM)
+            # send_signal, which reaps one that has ended. USR2, as under Slurm: a sampler takes
+            # SIGTERM for a preemption and serves on for a while.
+            os.kill(process.pid, signal.SIGUSR2)
 
     def kill(self) -> None:
         for process in self._running.values():

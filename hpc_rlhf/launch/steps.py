@@ -44,7 +44,8 @@ class StepHandle(Protocol):
     def terminate(self) -> None:
         """Ask every task to stop. Does not wait.
 
-        The signal is SIGTERM, or SIGUSR2 where SIGTERM cannot be passed on; tasks take both alike.
+        The signal is SIGUSR2: srun does not pass SIGTERM on, and samplers take it for a preemption,
+        during which they serve on for a while.
         """
 
     def kill(self) -> None:

@@ -29,7 +29,7 @@ from hpc_rlhf.launch.steps import StepExit, StepHandle, StepLauncher, step_name
 from hpc_rlhf.run_dir import Attempt
 
 POLL_S = 0.05
-TERM_GRACE_S = 10.0  # from SIGTERM to SIGKILL when an attempt ends
+STOP_GRACE_S = 10.0  # from asking a step to stop to SIGKILL when an attempt ends
 KILL_WAIT_S = 10.0  # then the job's or the supervisor's own end takes what is left
 STOPPED_RESTART_DELAY_S = 10.0  # a replica that was asked to stop: the learner is about to be, too
 
@@ -243,11 +243,13 @@ class _Supervisor:
         return None
 
     def _end_all(self) -> None:
-        """End what is left: SIGTERM, and SIGKILL to what does not mind it."""
+        """End what is left: ask it to stop, and SIGKILL what does not."""
         began = time.monotonic()
         self._signal_all("terminate")
-        if not self._all_ended(TERM_GRACE_S):
-            self._log(f"killing {self._running()}: still there {TERM_GRACE_S:g} s after SIGTERM")
+        if not self._all_ended(STOP_GRACE_S):
+            self._log(
+                f"killing {self._running()}: still there {STOP_GRACE_S:g} s after being asked to stop"
+            )
             self._signal_all("kill")
             if not self._all_ended(KILL_WAIT_S):
                 self._log(f"{self._running()} still there {KILL_WAIT_S:g} s after SIGKILL")

@@ -25,6 +25,7 @@ from hpc_rlhf.sync.vllm_plugin import BACKEND, WORKER_EXTENSION
 
 Weights = Literal["synced", "model"]
 
+_DRAIN_S = 25.0  # from SIGTERM to the stop, if nobody ends the server before
 _CHILD_POLL_S = 0.2
 _HEALTH_POLL_S = 0.1
 _STOP_TIMEOUT_S = 3.0
@@ -41,7 +42,7 @@ def serve(
     sampler: SamplerConfig,
     weights: Weights = "synced",
 ) -> None:
-    """Serve until SIGTERM; then return.
+    """Serve until SIGUSR2, or a while after SIGTERM; then return.
 
     Args:
         token_file: holds the bearer token, mode 0600.
@@ -68,22 +69,30 @@ def serve(
     arguments = parser.parse_args(_arguments(address, model, sampler, weights))
     validate_parsed_serve_args(arguments)
 
-    signal.signal(signal.SIGTERM, _stop)
-    # srun forwards USR2; SIGTERM it takes for itself and kills its tasks.
-    signal.signal(signal.SIGUSR2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, _stop)
     stopping = threading.Event()
 
     class Loop(uvloop.Loop):
-        """vLLM handles the signals; this notes that it did."""
+        """vLLM handles the signals; this decides when, and notes that it did.
+
+        USR2 stops at once: whoever ends the attempt sends it. SIGTERM comes to every task of every
+        component when Slurm preempts the job, and the learner is about to ask for the samples that
+        are under way: they are served a while longer.
+        """
 
         def add_signal_handler(
             self, number: int, callback: Callable[..., object], *args: object
         ) -> None:
-            def noted() -> None:
+            def stop() -> None:
                 stopping.set()
                 callback(*args)
 
-            super().add_signal_handler(number, noted)
+            if number != signal.SIGTERM:
+                super().add_signal_handler(number, stop)
+                return
+            super().add_signal_handler(signal.SIGUSR2, stop)
+            super().add_signal_handler(signal.SIGTERM, lambda: self.call_later(_DRAIN_S, stop))
 
     # The loop is not closed: closing waits for vLLM's own tasks, which wait for ever on an engine
     # that has died. The process ends right after this function.
@@ -114,7 +123,7 @@ def serve(
 
 
 class _Stopped(BaseException):
-    """SIGTERM, before vLLM handles it."""
+    """Asked to stop before vLLM handles signals."""
 
 
 def _stop(*_: object) -> None:

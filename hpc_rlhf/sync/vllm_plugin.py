@@ -9,7 +9,7 @@ WORKER_EXTENSION = "hpc_rlhf.sync.receiver.WorkerExtension"
 
 def register() -> None:
     """Register the staged weight receiver; may be called many times in one process."""
-    _die_with_parent()
+    _end_with_the_server()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -18,10 +18,12 @@ def register() -> None:
         )
 
 
-def _die_with_parent() -> None:
-    """Let the kernel end an engine process or worker whose parent has died (Linux only).
+def _end_with_the_server() -> None:
+    """Let an engine process or worker end when its server does, and not before (Linux only).
 
-    Otherwise they keep the GPUs of a server that was killed.
+    The kernel ends it when its parent has died: it would keep the GPUs of a server that was killed.
+    And SIGTERM, which Slurm sends to every process of a job that it preempts, is not delivered: the
+    server has samples to hand over, and ends its engine when that is done.
     """
     import ctypes
     import multiprocessing
@@ -31,6 +33,7 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:  # the server itself, or an engine inside another program
         return
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it died before the call

@@ -1,5 +1,6 @@
 """How a server ends. The last of the live-server tests: it ends the server the others use."""
 
+import asyncio
 import os
 import signal
 import time
@@ -9,7 +10,11 @@ import psutil
 import pytest
 
 from hpc_rlhf.cluster.rendezvous import read_endpoints
+from hpc_rlhf.config import SamplingConfig
+from hpc_rlhf.rollout.client import SamplerClient
+from hpc_rlhf.types import Completion
 from tests.engine.conftest import Fleet
+from tests.engine.learners import EOS, prompts
 from tests.engine.servers import Server, new_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
@@ -26,6 +31,37 @@ def test_a_server_that_is_stopped_while_it_starts(
     code = server.wait(timeout_s=20)
     assert code == (0 if "vllm" in server.log.read_text() else -signal.SIGTERM)
     assert list(read_endpoints(attempt, "sampler")) == []
+
+
+def test_a_preempted_server_hands_over_what_it_sampled(tied_fleet: Fleet, tmp_path: Path) -> None:
+    """SIGTERM to every process, as Slurm preempts: requests in flight can still be aborted."""
+    server = tied_fleet.servers[0]
+
+    async def sample_and_abort() -> Completion:
+        async with SamplerClient(server.endpoint(), tied_fleet.token) as client:
+            generating = asyncio.create_task(
+                client.generate(
+                    prompts(1)[0].token_ids,
+                    SamplingConfig(temperature=1.0),
+                    seed=1,
+                    request_id="preempted",
+                    max_tokens=400,
+                    stop_token_ids=(EOS,),
+                    timeout_s=60,
+                )
+            )
+            await asyncio.sleep(0.3)
+            for process in [psutil.Process(server.pid), *psutil.Process(server.pid).children()]:
+                process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            assert not generating.done(), "done too soon to be cut short"
+            await client.abort(["preempted"])
+            return await generating
+
+    completion = asyncio.run(sample_and_abort())
+    assert completion.finish_reason == "abort"
+    assert 0 < len(completion.token_ids) < 400
+    assert len(completion.logprobs) == len(completion.token_ids)
 
 
 def test_a_server_ends_when_its_engine_has_died(tied_fleet: Fleet) -> None:
