@@ -1,13 +1,12 @@
 """A run that is stopped in the middle of a rollout, and resumed, equals one that never was."""
 
-import hashlib
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpc_rlhf.fs import read_json
+from tests.e2e_compare import assert_same
 from tests.e2e_driver import START_TIMEOUT_S, Command, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -23,20 +22,6 @@ OVERRIDES = (
     "learner.micro_batch_tokens=512",
     "warmup.steps=5",
 )
-# What depends on the clock, or counts what was done again.
-_NOT_COMPARED = ("time", "attempt", "trainer/", "sync/", "rollout/")
-
-
-def compared(command: Command) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in record.items() if not name.startswith(_NOT_COMPARED)}
-        for record in command.metrics()
-    ]
-
-
-def policy_sha256(command: Command) -> str:
-    weights = command.run_dir.path / "policy/model.safetensors"
-    return hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
 def test_stopped_in_mid_rollout_and_resumed(tmp_path: Path) -> None:
@@ -74,5 +59,4 @@ def test_stopped_in_mid_rollout_and_resumed(tmp_path: Path) -> None:
     assert third["rollout/kept_tokens"] + third["rollout/dropped_tokens"] > 0
 
     # fp32 on the CPU, strictly on-policy: bit for bit, or it is another run
-    assert compared(stopped) == compared(straight)
-    assert policy_sha256(stopped) == policy_sha256(straight)
+    assert_same(stopped, straight)
