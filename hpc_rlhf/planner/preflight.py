@@ -259,9 +259,16 @@ def _check_model(config: Config, directory: Path) -> HfModelSpec:
             f"sampler.tensor_parallel={config.sampler.tensor_parallel}: the model has "
             f"{spec.num_heads} heads, not divisible by it"
         )
-    if config.cluster.sampler.gpus_per_node == 0 and spec.head_dim not in CPU_HEAD_DIMS:
+    # vLLM's Qwen2 takes no head_dim from config.json
+    head_dim = spec.hidden_size // spec.num_heads if spec.family == "qwen2" else spec.head_dim
+    if spec.family == "qwen2" and head_dim != spec.head_dim:
         raise UserError(
-            f"{spec.source}: head size {spec.head_dim}; the CPU engine runs "
+            f"{spec.source}: head_dim {spec.head_dim} is not hidden_size / num_attention_heads = "
+            f"{head_dim}, which is what the sampler takes for this family"
+        )
+    if config.cluster.sampler.gpus_per_node == 0 and head_dim not in CPU_HEAD_DIMS:
+        raise UserError(
+            f"{spec.source}: head size {head_dim}; the CPU engine runs "
             f"{', '.join(map(str, CPU_HEAD_DIMS))}. Ask for GPUs: cluster.sampler.gpus_per_node"
         )
     largest_stop = max(config.sampling.stop_token_ids, default=0)

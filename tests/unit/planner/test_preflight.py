@@ -127,6 +127,7 @@ def test_settings_that_cannot_work(good: Config, changes: dict[str, Any], messag
         ({"heads": 3, "head_dim": 32}, {}, "learner.parallel.tensor=2: the model has 3 heads"),
         ({"layers": 3}, {"learner.parallel.pipeline": 2}, "pipeline=2: the model has 3 layers"),
         ({"heads": 4}, {}, "head size 16; the CPU engine runs 32, 64, 80"),
+        ({"family": "qwen2", "heads": 4, "head_dim": 32}, {}, "head_dim 32 is not hidden_size"),
         ({"max_positions": 16}, {}, "model.max_sequence_tokens=32: the model's context is 16"),
         ({}, {"sampler.tensor_parallel": 4}, "sampler.tensor_parallel=4: the model has 2 heads"),
         ({}, {"sampling.stop_token_ids": [264]}, "sampling.stop_token_ids: 264 is not in"),
