@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 STATE = "state.h5"
+_HASHING_THREADS = 2  # of every rank; a node has several
 _TEMPORARY = re.compile(r"\.step_\d+\.tmp-(\d+)-[0-9a-f]+")  # group 1 is the attempt
 
 
@@ -114,9 +116,17 @@ class CheckpointManager:
         Broken ones are warned about, naming the file, and skipped; they are never deleted.
 
         Args:
-            verify: compare the digests of all files, not only their sizes.
+            verify: compare the digests of all files, each read by one of the ranks, not only
+                their sizes.
         """
-        return self._on_rank_0("look for checkpoints", lambda: self._newest_whole(verify))
+        steps = self._on_rank_0("look for checkpoints", lambda: manifest.steps(self._directory))
+        for step in steps:
+            reason = self._problem(step, verify=verify)
+            if reason is None:
+                return int(step)
+            if self._rank == 0:
+                logger.warning("checkpoint %s is broken and skipped: %s", self.path(step), reason)
+        return None
 
     def load(self, step: int, trainer: Checkpointable, *, verify: bool = False) -> dict[str, Any]:
         """Load the checkpoint of ``step`` into ``trainer`` and this rank's random streams.
@@ -131,13 +141,9 @@ class CheckpointManager:
             ComponentError: it is not whole, or not of this model.
         """
         path = self.path(step)
-
-        def read() -> tuple[list[Any], dict[str, Any]]:
-            if reason := manifest.problem(path, digests=verify):
-                raise ComponentError(f"checkpoint {path} is not whole: {reason}")
-            return read_state(path / STATE)
-
-        states, run_state = self._on_rank_0(f"load step {step}", read)
+        if reason := self._problem(step, verify=verify):
+            raise ComponentError(f"checkpoint {path} is not whole: {reason}")
+        states, run_state = self._on_rank_0(f"load step {step}", lambda: read_state(path / STATE))
         with self._agreed(f"load step {step}"):
             trainer.load_state_dict(
                 dist_checkpointing.load(
@@ -187,14 +193,6 @@ class CheckpointManager:
         temporary.rename(target)
         fsync_directory(self._directory)
 
-    def _newest_whole(self, verify: bool) -> int | None:
-        for step in manifest.steps(self._directory):
-            reason = manifest.problem(self.path(step), digests=verify)
-            if reason is None:
-                return step
-            logger.warning("checkpoint %s is broken and skipped: %s", self.path(step), reason)
-        return None
-
     def _retire(self) -> None:
         """Delete whole checkpoints beyond the newest ``keep``; broken ones are left to a person."""
         if self._keep == 0:
@@ -208,6 +206,21 @@ class CheckpointManager:
                 shutil.rmtree(doomed)
             except OSError as error:  # the new checkpoint is safe, and NFS keeps opened files
                 logger.warning("old checkpoint %s not deleted: %s", doomed, error)
+
+    # -- all ranks --------------------------------------------------------------------------------
+
+    def _problem(self, step: int, *, verify: bool) -> str | None:
+        """:func:`manifest.problem` of a checkpoint, its files hashed by all ranks together."""
+        path = self.path(step)
+        reason = self._on_rank_0("look at a checkpoint", lambda: manifest.problem(path))
+        if reason is not None or not verify:
+            return reason
+        files = self._on_rank_0("read a manifest", lambda: manifest.read_manifest(path).files)
+        share = manifest.share(files, self._rank, dist.get_world_size())
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            mine = list(pool.map(lambda entry: manifest.digest_problem(path, entry), share))
+        found = [reason for reasons in self._gather(mine) for reason in reasons if reason]
+        return min(found, default=None)
 
     # -- agreement --------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ without it is no checkpoint; one with a missing, shortened or changed file is br
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,6 +113,21 @@ def digest_problem(
     return (
         None if found == entry.sha256 else f"{entry.name}: sha256 {found}, expected {entry.sha256}"
     )
+
+
+def share(files: Sequence[FileEntry], rank: int, ranks: int) -> list[FileEntry]:
+    """The files that ``rank`` hashes, so that every rank reads about as much.
+
+    Each file is one rank's, the largest first, to the rank with the least so far.
+    """
+    loads = [0] * ranks
+    mine = []
+    for entry in sorted(files, key=lambda entry: (-entry.size, entry.name)):
+        least = loads.index(min(loads))
+        loads[least] += entry.size
+        if least == rank:
+            mine.append(entry)
+    return mine
 
 
 def steps(checkpoints: Path) -> list[int]:

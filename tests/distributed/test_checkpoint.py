@@ -234,6 +234,26 @@ def test_broken_checkpoints_are_skipped_and_said_and_kept(saved: Path, tmp_path:
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step_1", "step_2", "step_3"]
 
 
+def test_each_file_is_read_by_one_rank(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> list[str]:
+        names: list[str] = []
+        check = manifest.digest_problem
+
+        def recording(directory: Path, entry: manifest.FileEntry) -> str | None:
+            names.append(entry.name)
+            return check(directory, entry)
+
+        monkeypatch.setattr(manifest, "digest_problem", recording)
+        assert CheckpointManager(RunDir(saved), keep=1).latest(verify=True) == 3
+        return names
+
+    first, second = run_ranks(look, 2)
+    listed = manifest.read_manifest(saved / "checkpoints/step_3").files
+    assert sorted(first + second) == [entry.name for entry in listed]
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {*first, *second}
+    assert not {"__0_0.distcp", "__1_0.distcp"} <= {*first}, "one rank read both shards"
+
+
 def test_a_broken_checkpoint_is_not_loaded(saved: Path, directory: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(saved, run)
