@@ -59,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{EXIT_CODES}\n\nexamples:\n"
         "  hpc-rlhf run experiment=quickstart                   the whole loop on this machine\n"
         "  hpc-rlhf submit experiment=quickstart cluster=slurm  the same as a heterogeneous job\n"
-        "  hpc-rlhf status quickstart                           what a run is doing",
+        "  hpc-rlhf status quickstart                           what a run is doing\n"
+        "  hpc-rlhf verify quickstart                           is all of it still whole",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hpc-rlhf {__version__}")
@@ -91,15 +92,15 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print a script of the same job to sbatch by hand, queue nothing",
     )
-    status = commands.add_parser(
-        "status",
-        help="what a run is doing",
-        epilog="example:\n  hpc-rlhf status quickstart",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    _add_of_run(commands, "status", _status, "what a run is doing")
+    _add_of_run(
+        commands,
+        "verify",
+        _verify,
+        "read everything a run wrote again, and say what is whole",
+        "Checkpoints by the sha256 of every file, rollouts, metrics, frozen models. Exit code 0 if "
+        "all is whole, else 1.",
     )
-    status.add_argument("run", metavar="RUN", help="a run's directory, or its name under --root")
-    status.add_argument("--root", default="runs", help="where runs are looked for by name")
-    status.set_defaults(command=_status)
     return parser
 
 
@@ -116,6 +117,19 @@ def _add_composed(commands, name, command, text, examples) -> argparse.ArgumentP
     parser.add_argument("--cfg", choices=("job",), help="print the composed configuration and stop")
     parser.set_defaults(command=command, overrides=[])
     return parser
+
+
+def _add_of_run(commands, name, command, text, description=None) -> None:  # type: ignore[no-untyped-def]
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=description,
+        epilog=f"example:\n  hpc-rlhf {name} quickstart",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's directory, or its name under --root")
+    parser.add_argument("--root", default="runs", help="where runs are looked for by name")
+    parser.set_defaults(command=command)
 
 
 def _composed(arguments: argparse.Namespace) -> "Config | None":
@@ -189,6 +203,14 @@ def _status(arguments: argparse.Namespace) -> int:
             print(f"{name.replace('_id', ''):8} {value}")
     print(f"{'run':8} {run.path}")
     return ExitCode.DONE
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from hpc_rlhf.checkpoint.report import show_verification
+    from hpc_rlhf.runs import find_run
+
+    run = find_run(arguments.run, arguments.root)
+    return ExitCode.DONE if show_verification(run) else ExitCode.FAILED
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Publishing files on a parallel filesystem: whole or not at all."""
 
+import errno
 import json
 import os
 import shutil
@@ -55,6 +56,45 @@ def publish_json(path: Path, value: Any, *, mode: int = 0o644) -> Path:
 def read_json(path: Path) -> Any:
     """Read a JSON file published by :func:`publish_json`."""
     return json.loads(path.read_text())
+
+
+_REMEDIES = {
+    errno.EDQUOT: "the quota there is used up (of bytes or of files): delete files or ask for more",
+    errno.EFBIG: "it is larger than this process may write: raise the limit (ulimit -f)",
+    errno.EROFS: "it is mounted read-only: ask the site, or use another run.root",
+    errno.EACCES: "it belongs to somebody else: use another run.root",
+}
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """The operating system's error among the causes of ``error``: torch wraps it in its own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def write_failure(error: OSError, path: Path) -> str:
+    """What a failed write below ``path`` means and what to do."""
+    assert error.errno is not None
+    file = error.filename or path
+    text = f"cannot write {file}: {os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
+    if error.errno == errno.ENOSPC:
+        remedy = f"free space there ({_free(path)})"
+    else:
+        remedy = _REMEDIES.get(error.errno, "see that it can be written")
+    return f"{text}; {remedy}, then run the same command again"
+
+
+def _free(path: Path) -> str:
+    """How full the filesystem of ``path`` is; it may lack inodes, not bytes."""
+    try:
+        there = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
+    except OSError as error:
+        return f"how much is free is unknown: {error.strerror}"
+    free = there.f_bavail * there.f_frsize / 2**30
+    return f"{free:.2f} GiB of {there.f_blocks * there.f_frsize / 2**30:.2f} GiB and {there.f_favail} inodes are free"
 
 
 def publish_directory(directory: Path, write: Callable[[Path], None]) -> Path:

@@ -87,7 +87,7 @@ class OnlineRun:
 
     def resume(self) -> None:
         """Load the newest whole checkpoint, if there is one."""
-        step = self.checkpoints.latest()
+        step = self.checkpoints.latest(verify=True)
         if step is not None:
             state = self.checkpoints.load(step, self.trainer)
             self.completed = self.saved = state["step"]

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,12 @@ def default_cache() -> Path:
 
 
 def digest_model(
-    role: str, directory: Path, *, cache: Path | None = None, recompute: bool = False
+    role: str,
+    directory: Path,
+    *,
+    cache: Path | None = None,
+    recompute: bool = False,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> FrozenRef:
     """Identity of the model in ``directory``, hashing its safetensors files in parallel.
 
@@ -38,6 +44,7 @@ def digest_model(
         cache: file of known digests, by path, size, mtime and inode (default:
             :func:`default_cache`). A file that changed in any of these is hashed again.
         recompute: read every byte, whatever the cache says, and renew it.
+        on_bytes: called with the size of each chunk read, from several threads.
 
     Raises:
         UserError: there is no safetensors file in ``directory``.
@@ -54,7 +61,8 @@ def digest_model(
     keys = [_cache_key(file) for file in files]
     missing = [f for f, k in zip(files, keys, strict=True) if k not in known]
     with ThreadPoolExecutor(_WORKERS) as pool:
-        fresh = dict(zip(missing, pool.map(file_sha256, missing), strict=True))
+        hashed = pool.map(lambda file: file_sha256(file, on_bytes=on_bytes), missing)
+        fresh = dict(zip(missing, hashed, strict=True))
     digests = [fresh.get(f) or known[k] for f, k in zip(files, keys, strict=True)]
     if fresh:
         # The key of before the read: a file that changed meanwhile will not match it.
@@ -67,7 +75,13 @@ def digest_model(
     )
 
 
-def verify(ref: FrozenRef, *, cache: Path | None = None, recompute: bool = False) -> None:
+def verify(
+    ref: FrozenRef,
+    *,
+    cache: Path | None = None,
+    recompute: bool = False,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
     """Refuse to go on with another model than the one recorded.
 
     Raises:
@@ -79,7 +93,9 @@ def verify(ref: FrozenRef, *, cache: Path | None = None, recompute: bool = False
             f"{ref.role} model {ref.name}: directory {directory} is missing; expected the model "
             f"with sha256 {ref.sha256}: put it back"
         )
-    found = digest_model(ref.role, directory, cache=cache, recompute=recompute).sha256
+    found = digest_model(
+        ref.role, directory, cache=cache, recompute=recompute, on_bytes=on_bytes
+    ).sha256
     if found != ref.sha256:
         raise UserError(
             f"{ref.role} model {ref.name} in {directory} changed since the run began: "
@@ -87,12 +103,18 @@ def verify(ref: FrozenRef, *, cache: Path | None = None, recompute: bool = False
         )
 
 
-def file_sha256(path: Path) -> str:
-    """Hexadecimal sha256 of a file, read in large chunks."""
+def file_sha256(path: Path, *, on_bytes: Callable[[int], None] | None = None) -> str:
+    """Hexadecimal sha256 of a file, read in large chunks.
+
+    Args:
+        on_bytes: called with the size of each chunk, from the thread that reads.
+    """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
     return digest.hexdigest()
 
 

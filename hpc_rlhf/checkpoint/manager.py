@@ -6,23 +6,26 @@ filesystem holds.
 """
 
 import contextlib
+import io
 import logging
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -35,18 +38,22 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from hpc_rlhf.checkpoint import manifest
 from hpc_rlhf.checkpoint.state import capture_rng, read_state, restore_rank, write_state
 from hpc_rlhf.errors import ComponentError
-from hpc_rlhf.fs import fsync_directory
+from hpc_rlhf.fs import fsync_directory, publish, system_error, write_failure
 from hpc_rlhf.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 STATE = "state.h5"
+_HASHING_THREADS = 2  # of every rank; a node has several
 _TEMPORARY = re.compile(r"\.step_\d+\.tmp-(\d+)-[0-9a-f]+")  # group 1 is the attempt
 
 
@@ -85,8 +92,8 @@ class CheckpointManager:
             run_state: plain JSON data (step, cursors, counters, frozen models), rank 0's counts.
 
         Raises:
-            ComponentError: it could not be written, on every rank, naming the rank that failed.
-                What was there before is untouched.
+            ComponentError: it could not be written, on every rank, naming the rank that failed,
+                the path, the system's error and what to do. What was there before is untouched.
         """
         temporary = self._on_rank_0(f"save step {step}", lambda: self._make_temporary(step))
         try:
@@ -114,9 +121,17 @@ class CheckpointManager:
         Broken ones are warned about, naming the file, and skipped; they are never deleted.
 
         Args:
-            verify: compare the digests of all files, not only their sizes.
+            verify: compare the digests of all files, each read by one of the ranks, not only
+                their sizes.
         """
-        return self._on_rank_0("look for checkpoints", lambda: self._newest_whole(verify))
+        steps = self._on_rank_0("look for checkpoints", lambda: manifest.steps(self._directory))
+        for step in steps:
+            reason = self._problem(step, verify=verify)
+            if reason is None:
+                return int(step)
+            if self._rank == 0:
+                logger.warning("checkpoint %s is broken and skipped: %s", self.path(step), reason)
+        return None
 
     def load(self, step: int, trainer: Checkpointable, *, verify: bool = False) -> dict[str, Any]:
         """Load the checkpoint of ``step`` into ``trainer`` and this rank's random streams.
@@ -131,13 +146,9 @@ class CheckpointManager:
             ComponentError: it is not whole, or not of this model.
         """
         path = self.path(step)
-
-        def read() -> tuple[list[Any], dict[str, Any]]:
-            if reason := manifest.problem(path, digests=verify):
-                raise ComponentError(f"checkpoint {path} is not whole: {reason}")
-            return read_state(path / STATE)
-
-        states, run_state = self._on_rank_0(f"load step {step}", read)
+        if reason := self._problem(step, verify=verify):
+            raise ComponentError(f"checkpoint {path} is not whole: {reason}")
+        states, run_state = self._on_rank_0(f"load step {step}", lambda: read_state(path / STATE))
         with self._agreed(f"load step {step}"):
             trainer.load_state_dict(
                 dist_checkpointing.load(
@@ -187,14 +198,6 @@ class CheckpointManager:
         temporary.rename(target)
         fsync_directory(self._directory)
 
-    def _newest_whole(self, verify: bool) -> int | None:
-        for step in manifest.steps(self._directory):
-            reason = manifest.problem(self.path(step), digests=verify)
-            if reason is None:
-                return step
-            logger.warning("checkpoint %s is broken and skipped: %s", self.path(step), reason)
-        return None
-
     def _retire(self) -> None:
         """Delete whole checkpoints beyond the newest ``keep``; broken ones are left to a person."""
         if self._keep == 0:
@@ -208,6 +211,21 @@ class CheckpointManager:
                 shutil.rmtree(doomed)
             except OSError as error:  # the new checkpoint is safe, and NFS keeps opened files
                 logger.warning("old checkpoint %s not deleted: %s", doomed, error)
+
+    # -- all ranks --------------------------------------------------------------------------------
+
+    def _problem(self, step: int, *, verify: bool) -> str | None:
+        """:func:`manifest.problem` of a checkpoint, its files hashed by all ranks together."""
+        path = self.path(step)
+        reason = self._on_rank_0("look at a checkpoint", lambda: manifest.problem(path))
+        if reason is not None or not verify:
+            return reason
+        files = self._on_rank_0("read a manifest", lambda: manifest.read_manifest(path).files)
+        share = manifest.share(files, self._rank, dist.get_world_size())
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            mine = list(pool.map(lambda entry: manifest.digest_problem(path, entry), share))
+        found = [reason for reasons in self._gather(mine) for reason in reasons if reason]
+        return min(found, default=None)
 
     # -- agreement --------------------------------------------------------------------------------
 
@@ -224,11 +242,19 @@ class CheckpointManager:
             yield
         except Exception as raised:  # noqa: BLE001 (raised below, on every rank)
             error = raised
-        errors = self._gather(None if error is None else f"{type(error).__name__}: {error}")
+        errors = self._gather(None if error is None else self._describe(error))
         failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             rank, text = next(iter(failed.items()))
             raise ComponentError(f"checkpoint: {what}: learner rank {rank}: {text}") from error
+
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, ComponentError):
+            return str(error)
+        cause = system_error(error)
+        if cause is not None:
+            return write_failure(cause, self._directory)
+        return f"{type(error).__name__}: {error}"
 
     def _on_rank_0(self, what: str, function: Any) -> Any:
         """Run ``function`` on rank 0 and return its value on every rank."""
@@ -239,6 +265,20 @@ class CheckpointManager:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
+
+
+class _ShardWriter(FileSystemWriter):
+    """torch's writer, whose failures keep the system's error on their way to the other ranks."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = system_error(error)
+            if cause is None:
+                raise
+            # Pickling drops what an exception was caused by.
+            raise OSError(cause.errno, cause.strerror, str(self.path)) from error
 
 
 class _TorchDistSave(SaveShardedStrategy):
@@ -262,13 +302,20 @@ class _TorchDistSave(SaveShardedStrategy):
         try:
             save_state_dict(
                 mcore_to_pyt_state_dict(by_key, False),
-                storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
+                storage_writer=_ShardWriter(checkpoint_dir, sync_files=True),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             )
         except CheckpointException as error:  # not an Exception; raised on all ranks
             mine = error.failures.get(dist.get_rank())
             if mine is not None:
                 raise mine[0] from None
+
+
+def _write_common(common: dict[str, Any], directory: Path) -> None:
+    """What ``TorchCommonSaveStrategy`` writes; given a path, torch hides why it cannot write."""
+    content = io.BytesIO()
+    torch.save(common, content)
+    publish(directory / COMMON_STATE_FNAME, lambda file: file.write(content.getbuffer()))
 
 
 def _save_sharded(state: dict[str, Any], directory: Path, agreed: Any) -> None:
@@ -278,7 +325,8 @@ def _save_sharded(state: dict[str, Any], directory: Path, agreed: Any) -> None:
     )
     sharded, common = save_preprocess(state)
     with agreed("write common.pt"):
-        TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory))
+        if dist.get_rank() == 0:
+            _write_common(common, directory)
     with agreed("write shards"):
         strategy.save(sharded, str(directory))
     with agreed("write metadata.json"):

@@ -5,7 +5,7 @@ without it is no checkpoint; one with a missing, shortened or changed file is br
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,32 +64,70 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def problem(directory: Path, *, digests: bool = False) -> str | None:
-    """Why ``directory`` is not a whole checkpoint, naming the file; None if it is.
+    """Why ``directory`` is not a whole checkpoint, naming the first such file; None if it is.
 
     Args:
         digests: read every byte and compare digests; else compare sizes.
     """
-    try:
-        manifest = read_manifest(directory)
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing (the save did not end)"
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
+    manifest, reason = try_manifest(directory)
+    if manifest is None:
+        return reason
     for entry in manifest.files:
-        try:
-            size = (directory / entry.name).stat().st_size
-        except OSError as error:
-            return f"{entry.name}: {error.strerror}"
-        if size != entry.size:
-            return f"{entry.name}: {size} bytes, expected {entry.size}"
+        if reason := size_problem(directory, entry):
+            return reason
     if not digests:
         return None
     with ThreadPoolExecutor(_WORKERS) as pool:
-        found = pool.map(lambda entry: file_sha256(directory / entry.name), manifest.files)
-        for entry, sha256 in zip(manifest.files, found, strict=True):
-            if sha256 != entry.sha256:
-                return f"{entry.name}: sha256 {sha256}, expected {entry.sha256}"
-    return None
+        reasons = pool.map(lambda entry: digest_problem(directory, entry), manifest.files)
+        return next(filter(None, reasons), None)
+
+
+def try_manifest(directory: Path) -> tuple[Manifest | None, str | None]:
+    """The manifest of ``directory``, or why there is none to go by."""
+    try:
+        return read_manifest(directory), None
+    except FileNotFoundError:
+        return None, f"{MANIFEST} is missing (the save did not end)"
+    except (OSError, ValueError) as error:
+        return None, f"{MANIFEST} cannot be read: {error}"
+
+
+def size_problem(directory: Path, entry: FileEntry) -> str | None:
+    """Why a file is not as listed, from its size; None if it may be."""
+    try:
+        size = (directory / entry.name).stat().st_size
+    except OSError as error:
+        return f"{entry.name}: {error.strerror}"
+    return None if size == entry.size else f"{entry.name}: {size} bytes, expected {entry.size}"
+
+
+def digest_problem(
+    directory: Path, entry: FileEntry, *, on_bytes: Callable[[int], None] | None = None
+) -> str | None:
+    """Why a file is not as listed, reading all of it; None if it is. ``on_bytes`` as in
+    :func:`~hpc_rlhf.checkpoint.frozen.file_sha256`."""
+    try:
+        found = file_sha256(directory / entry.name, on_bytes=on_bytes)
+    except OSError as error:
+        return f"{entry.name}: {error.strerror}"
+    return (
+        None if found == entry.sha256 else f"{entry.name}: sha256 {found}, expected {entry.sha256}"
+    )
+
+
+def share(files: Sequence[FileEntry], rank: int, ranks: int) -> list[FileEntry]:
+    """The files that ``rank`` hashes, so that every rank reads about as much.
+
+    Each file is one rank's, the largest first, to the rank with the least so far.
+    """
+    loads = [0] * ranks
+    mine = []
+    for entry in sorted(files, key=lambda entry: (-entry.size, entry.name)):
+        least = loads.index(min(loads))
+        loads[least] += entry.size
+        if least == rank:
+            mine.append(entry)
+    return mine
 
 
 def steps(checkpoints: Path) -> list[int]:

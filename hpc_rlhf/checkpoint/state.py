@@ -15,6 +15,7 @@ Generators made from counters (data order, sampling seeds, mini-batch shuffles) 
 """
 
 import hashlib
+import io
 import json
 import math
 import random
@@ -30,6 +31,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from numpy.typing import NDArray
 
 from hpc_rlhf.cluster import device
+from hpc_rlhf.fs import publish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +121,13 @@ def write_state(path: Path, rng: Sequence[RngState], run_state: Mapping[str, Any
     """Write ``state.h5`` with the streams of all ranks, in rank order.
 
     Raises:
+        OSError: it cannot be written.
         TypeError: ``run_state`` is not plain JSON data.
     """
     text = json.dumps(run_state)
-    with h5py.File(path, "w") as file:
+    # In memory first: HDF5 hides the error of a full disk until it closes, or crashes there.
+    image = io.BytesIO()
+    with h5py.File(image, "w") as file:
         file["run_state"] = text
         group = file.create_group("rng")
         for name in ("python", "numpy", "torch_cpu"):
@@ -133,11 +138,13 @@ def write_state(path: Path, rng: Sequence[RngState], run_state: Mapping[str, Any
             group["torch_cuda"] = np.stack([s.torch_cuda for s in rng if s.torch_cuda is not None])
         for name in rng[0].megatron:
             group[f"megatron/{name}"] = np.stack([state.megatron[name] for state in rng])
+    publish(path, lambda target: target.write(image.getbuffer()))
 
 
 def read_state(path: Path) -> tuple[list[RngState], dict[str, Any]]:
     """Read what :func:`write_state` wrote."""
-    with h5py.File(path, "r") as file:
+    # Without a lock: the file never changes, and a filesystem without flock refuses them.
+    with h5py.File(path, "r", locking=False) as file:
         run_state = json.loads(file["run_state"][()])
         rng = {name: value[()] for name, value in file["rng"].items() if name != "megatron"}
         streams = {name: value[()] for name, value in file.get("rng/megatron", {}).items()}

@@ -74,7 +74,8 @@ def read_step(path: Path) -> tuple[tuple[Rollout, ...], Scores | None]:
         OSError: no such file, or not HDF5.
         ValueError: written in another format.
     """
-    with h5py.File(path, "r") as file:
+    # Without a lock: a published file never changes, and a filesystem without flock refuses them.
+    with h5py.File(path, "r", locking=False) as file:
         if file.attrs.get("format") != FORMAT:
             raise ValueError(f"{path}: rollout format {file.attrs.get('format')}, not {FORMAT}")
         data = {

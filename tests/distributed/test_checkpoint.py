@@ -4,7 +4,11 @@ import errno
 import json
 import logging
 import random
+import resource
 import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +238,26 @@ def test_broken_checkpoints_are_skipped_and_said_and_kept(saved: Path, tmp_path:
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step_1", "step_2", "step_3"]
 
 
+def test_each_file_is_read_by_one_rank(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> list[str]:
+        names: list[str] = []
+        check = manifest.digest_problem
+
+        def recording(directory: Path, entry: manifest.FileEntry) -> str | None:
+            names.append(entry.name)
+            return check(directory, entry)
+
+        monkeypatch.setattr(manifest, "digest_problem", recording)
+        assert CheckpointManager(RunDir(saved), keep=1).latest(verify=True) == 3
+        return names
+
+    first, second = run_ranks(look, 2)
+    listed = manifest.read_manifest(saved / "checkpoints/step_3").files
+    assert sorted(first + second) == [entry.name for entry in listed]
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {*first, *second}
+    assert not {"__0_0.distcp", "__1_0.distcp"} <= {*first}, "one rank read both shards"
+
+
 def test_a_broken_checkpoint_is_not_loaded(saved: Path, directory: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(saved, run)
@@ -307,7 +331,7 @@ def test_a_failed_save_fails_on_every_rank_and_leaves_nothing(
 ) -> None:
     """A full disk met by one rank: no rank waits for it, and no checkpoint seems to be there."""
     target = {
-        "common": "hpc_rlhf.checkpoint.manager.TorchCommonSaveStrategy.save_common",
+        "common": "hpc_rlhf.checkpoint.manager._write_common",
         "shards": "hpc_rlhf.checkpoint.manager.FileSystemWriter.write_data",
         "digests": "hpc_rlhf.checkpoint.manifest.describe",
         "state": "hpc_rlhf.checkpoint.manager.write_state",
@@ -328,6 +352,58 @@ def test_a_failed_save_fails_on_every_rank_and_leaves_nothing(
     for message in run_ranks(saves, 2, timeout_s=60):
         assert "No space left on device" in message
         assert f"rank {failing_rank}" in message
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem with room for one checkpoint and a part of the next."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_what_to_do_and_keeps_the_last_checkpoint(
+    directory: Path, small_disk: Path
+) -> None:
+    def saves() -> str:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        manager = CheckpointManager(RunDir(small_disk), keep=0, timeout_s=30)
+        with pytest.raises(ComponentError) as raised:  # noqa: PT012 - how many fit is not known
+            for step in range(1, 100):
+                manager.save(step, trainer, {})
+        assert step > 1, "one fits"
+        return str(raised.value)
+
+    messages = run_ranks(saves, 2, timeout_s=60)
+    for message in messages:
+        assert f"cannot write {small_disk}/" in message
+        assert "No space left on device (ENOSPC); free space there (0." in message
+        assert "then run the same command again" in message
+    checkpoints = small_disk / "checkpoints"
+    names = sorted(p.name for p in checkpoints.iterdir())
+    assert all(name.startswith("step_") for name in names), "no temporary is left"
+    newest = manifest.steps(checkpoints)[0]
+    assert len(names) == newest
+    assert _latest(small_disk, verify=True) == (newest, [])
+
+
+def test_a_file_size_limit_is_named(directory: Path, tmp_path: Path) -> None:
+    def saves() -> str:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        manager = CheckpointManager(RunDir(tmp_path), keep=0, timeout_s=30)
+        if torch.distributed.get_rank() == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        with pytest.raises(ComponentError) as raised:
+            manager.save(1, trainer, {})
+        return str(raised.value)
+
+    for message in run_ranks(saves, 2, timeout_s=60):
+        assert "rank 1: cannot write" in message
+        assert "File too large (EFBIG); it is larger than this process may write" in message
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

@@ -28,7 +28,7 @@ def test_help_does_not_import_what_is_slow() -> None:
     assert "examples:" in done.stdout
 
 
-@pytest.mark.parametrize("verb", ["run", "submit", "status"])
+@pytest.mark.parametrize("verb", ["run", "submit", "status", "verify"])
 def test_every_command_has_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main([verb, "--help"])

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = frozen.file_sha256
 
-    def counting(path: Path) -> str:
+    def counting(path: Path, **options: Any) -> str:
         names.append(path.name)
-        return real(path)
+        return real(path, **options)
 
     monkeypatch.setattr(frozen, "file_sha256", counting)
     return names

@@ -54,3 +54,11 @@ def test_steps_are_numbers_newest_first_and_nothing_else(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
     (tmp_path / "step_12").write_text("a file")
     assert manifest.steps(tmp_path) == [10, 2]
+
+
+def test_each_file_is_hashed_by_one_rank_and_the_bytes_are_spread() -> None:
+    files = [manifest.FileEntry(f"f{i}", size, "") for i, size in enumerate((8, 1, 5, 3, 4, 0, 3))]
+    shares = [manifest.share(files, rank, 3) for rank in range(3)]
+    assert sorted(f.name for share in shares for f in share) == sorted(f.name for f in files)
+    assert [sum(f.size for f in share) for share in shares] == [8, 8, 8]
+    assert manifest.share(files[:1], 2, 3) == []
