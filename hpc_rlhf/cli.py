@@ -153,19 +153,22 @@ def _composed(arguments: argparse.Namespace) -> "Config | None":
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from hpc_rlhf.launch.claim import check_free
     from hpc_rlhf.launch.foreground import check_launcher, run_here
-    from hpc_rlhf.runs import open_run
+    from hpc_rlhf.runs import open_run, run_directory
 
     config = _composed(arguments)
     if config is None:
         return ExitCode.DONE
     check_launcher(config)
+    check_free(run_directory(config))
     return run_here(config, open_run(config))
 
 
 def _submit(arguments: argparse.Namespace) -> int:
     from hpc_rlhf.config import Launcher
     from hpc_rlhf.launch import slurm
+    from hpc_rlhf.launch.claim import check_free
     from hpc_rlhf.launch.job_plan import plan_job
     from hpc_rlhf.launch.sbatch import render_script
     from hpc_rlhf.runs import open_run, run_directory
@@ -185,6 +188,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(slurm.job_script(plan), end="")
         return ExitCode.DONE
+    check_free(plan.run)
     open_run(config)
     job = slurm.submit(plan)
     print(f"submitted job {job.job_id}; follow it with: hpc-rlhf status {plan.run_dir}")

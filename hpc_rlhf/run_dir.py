@@ -72,6 +72,11 @@ class RunDir:
         return self.path / "attempts"
 
     @property
+    def claims(self) -> Path:
+        """Who works on the run; see :mod:`hpc_rlhf.launch.claim`."""
+        return self.path / "claim"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -7,6 +7,7 @@ own process: the supervisor. A hand-written script runs ``hpc-rlhf run`` in its 
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ from submitit.slurm import slurm as submitit_slurm
 
 from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.errors import ComponentError, ExitCode, UserError
-from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.launch.sbatch import render_script
 from hpc_rlhf.launch.srun import SlurmStepLauncher, in_allocation, queue_states
-from hpc_rlhf.launch.supervisor import supervise
+from hpc_rlhf.launch.supervisor import work_on
 from hpc_rlhf.run_dir import RunDir
 
 
@@ -44,8 +45,8 @@ class SupervisedAttempt:
 
         Raises:
             ComponentError: the attempt failed; Submitit's job result has the reason.
-            SystemExit: the attempt ended otherwise (75 interrupted, 2 bad input): the job fails
-                with that code and has no result.
+            SystemExit: the attempt ended otherwise (75 interrupted, 2 bad input or another attempt
+                holds the run): the job fails with that code and has no result.
         """
         flag = StopFlag()
         # In the place of Submitit's handlers for good: its own would requeue the job beside us,
@@ -53,14 +54,16 @@ class SupervisedAttempt:
         flag.install(("TERM", "INT", "USR2", self.plan.signal))
         paths = JobEnvironment().paths
         _remove_leftovers(paths)
-        attempt = self.plan.run.new_attempt()
-        launcher = SlurmStepLauncher(self.plan, attempt)
-        code = supervise(self.plan, attempt, launcher, flag)
-        if code == ExitCode.FAILED:
-            raise ComponentError(read_json(attempt.ended)["reason"])
-        if code != ExitCode.DONE:
-            raise SystemExit(int(code))
-        return int(code)
+        try:
+            ending = work_on(self.plan, SlurmStepLauncher, flag)
+        except UserError as error:
+            print(f"hpc-rlhf: {error}", file=sys.stderr)
+            raise SystemExit(int(ExitCode.BAD_INPUT)) from None
+        if ending.exit_code == ExitCode.FAILED:
+            raise ComponentError(ending.reason)
+        if ending.exit_code != ExitCode.DONE:
+            raise SystemExit(int(ending.exit_code))
+        return int(ending.exit_code)
 
     def checkpoint(self) -> DelayedSubmission:
         """What Submitit would requeue: the same again, for the state is in the run directory."""

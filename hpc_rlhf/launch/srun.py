@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rlhf.cluster.world import LOCAL_VARIABLES, STEP_VARIABLES
@@ -286,6 +287,54 @@ def queue_states(job_id: str) -> list[str]:
         if "Invalid job id" in str(error):
             return []
         raise
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What the controller says of a job (of the leader, of a heterogeneous one)."""
+
+    state: str  # RUNNING, COMPLETING, PENDING, CANCELLED, ...
+    reason: str = "None"  # of that state: TimeLimit, Dependency, ...
+    restarts: int = 0
+    end_time: str | None = None  # of its time limit, in this node's local time, "Unknown" possible
+
+    @property
+    def holds_nodes(self) -> bool:
+        """Whether processes of it may be there."""
+        return self.state in (
+            *("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING"),
+            *("STAGE_OUT", "RESIZING"),
+        )
+
+
+GONE = JobRecord("GONE")
+"""A job that the controller has forgotten, minutes after its end."""
+
+
+def job_record(job_id: str) -> JobRecord:
+    """Ask the controller about a job.
+
+    Raises:
+        ComponentError: it did not answer.
+    """
+    try:
+        return parse_job(_output_of(["scontrol", "--oneliner", "show", "job", job_id]))
+    except ComponentError as error:
+        if "Invalid job id" in str(error):
+            return GONE
+        raise
+
+
+def parse_job(text: str) -> JobRecord:
+    """Read the first line of ``scontrol --oneliner show job``: a het job's leader."""
+    line = text.splitlines()[0]
+    fields = dict(re.findall(r"(?:^| )(JobState|Reason|Restarts|EndTime)=(\S+)", line))
+    return JobRecord(
+        fields["JobState"],
+        fields.get("Reason", "None"),
+        int(fields.get("Restarts", 0)),
+        fields.get("EndTime"),
+    )
 
 
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}

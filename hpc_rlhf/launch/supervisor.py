@@ -17,6 +17,7 @@ from hpc_rlhf.cluster.rendezvous import endpoint_path
 from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.errors import ExitCode
 from hpc_rlhf.fs import publish_json
+from hpc_rlhf.launch.claim import Claim, hold
 from hpc_rlhf.launch.diagnosis import (
     Diagnosis,
     diagnose,
@@ -37,21 +38,39 @@ STOPPED_RESTART_DELAY_S = 10.0  # a replica that was asked to stop: the learner 
 def run_attempt(
     plan: JobPlan, make_launcher: Callable[[JobPlan, Attempt], StepLauncher]
 ) -> ExitCode:
-    """Make the run's next attempt and supervise it, from the main thread of this process."""
-    attempt = plan.run.new_attempt()
+    """Work on the run from the main thread of this process; see :func:`work_on`."""
     flag = StopFlag()
     with flag.installed(("TERM", "INT", "USR2", plan.signal)):
-        return supervise(plan, attempt, make_launcher(plan, attempt), flag)
+        return work_on(plan, make_launcher, flag).exit_code
 
 
-def supervise(plan: JobPlan, attempt: Attempt, launcher: StepLauncher, flag: StopFlag) -> ExitCode:
+def work_on(
+    plan: JobPlan, make_launcher: Callable[[JobPlan, Attempt], StepLauncher], flag: StopFlag
+) -> Diagnosis:
+    """Claim the run, make its next attempt and supervise it; return why it ended.
+
+    Raises:
+        UserError: another attempt works on the run; nothing was written.
+    """
+    with hold(plan.run) as claim:
+        attempt = plan.run.new_attempt()
+        claim.name_attempt(attempt.number)
+        return supervise(plan, attempt, make_launcher(plan, attempt), flag, claim)
+
+
+def supervise(
+    plan: JobPlan, attempt: Attempt, launcher: StepLauncher, flag: StopFlag, claim: Claim
+) -> Diagnosis:
     """Run one attempt to its end and write ``ended.json``.
 
     Every event is a line on stderr and in ``logs/supervisor.log``; the last one is the reason.
 
+    Args:
+        claim: on the run; lost, it ends the attempt.
+
     Returns:
-        DONE when the learner completed; INTERRUPTED when it stopped on request, its state durable;
-        BAD_INPUT when it refused its input; else FAILED.
+        Why it ended, with the exit code: DONE when the learner completed; INTERRUPTED when it
+        stopped on request, its state durable; BAD_INPUT when it refused its input; else FAILED.
     """
     publish_json(attempt.plan, plan.to_json())
     publish_json(
@@ -64,7 +83,7 @@ def supervise(plan: JobPlan, attempt: Attempt, launcher: StepLauncher, flag: Sto
         },
     )
     with EventLog(attempt.path / "logs" / "supervisor.log") as log:
-        return _Supervisor(plan, attempt, launcher, flag, log).run()
+        return _Supervisor(plan, attempt, launcher, flag, claim, log).run()
 
 
 class EventLog:
@@ -107,11 +126,18 @@ class _Step:
 
 class _Supervisor:
     def __init__(
-        self, plan: JobPlan, attempt: Attempt, launcher: StepLauncher, flag: StopFlag, log: EventLog
+        self,
+        plan: JobPlan,
+        attempt: Attempt,
+        launcher: StepLauncher,
+        flag: StopFlag,
+        claim: Claim,
+        log: EventLog,
     ) -> None:
         self._attempt = attempt
         self._launcher = launcher
         self._flag = flag
+        self._claim = claim
         self._log = log
         self._drain_s = float(plan.signal_delay_s)
         self._steps = [
@@ -120,7 +146,7 @@ class _Supervisor:
             for replica in (range(component.replicas) if component.replicated else [None])
         ]
 
-    def run(self) -> ExitCode:
+    def run(self) -> Diagnosis:
         self._log(
             f"attempt {self._attempt.number}: job {self._launcher.job_id}, supervisor on "
             f"{os.uname().nodename}, pid {os.getpid()}"
@@ -139,7 +165,7 @@ class _Supervisor:
             raise
         self._end_all()
         self._finish(ending)
-        return ending.exit_code
+        return ending
 
     def _watch(self) -> Diagnosis:
         """Start every step; return why the attempt ends."""
@@ -154,6 +180,9 @@ class _Supervisor:
                     ending = self._ended(step, ended)
                     if ending is not None:
                         return ending
+            lost = self._beat()
+            if lost is not None:
+                return lost
             if self._flag.requested:
                 if drain_until is None:
                     drain_until = time.monotonic() + self._drain_s
@@ -165,6 +194,23 @@ class _Supervisor:
             else:
                 self._start_again()
             time.sleep(POLL_S)
+
+    def _beat(self) -> Diagnosis | None:
+        """Keep the claim; return why the attempt ends if it was lost."""
+        try:
+            taken_by = self._claim.beat()
+        except OSError as error:
+            self._log(f"the claim on the run cannot be refreshed: {error}")
+            return None
+        if taken_by is None:
+            return None
+        return Diagnosis(
+            f"the run was taken over ({taken_by}): this supervisor was not heard of for so long "
+            "that it was taken for dead",
+            ExitCode.FAILED,
+            component="supervisor",
+            node=os.uname().nodename,
+        )
 
     def _start(self, step: _Step) -> None:
         step.handle = self._launcher.start(step.component.name, step.replica)

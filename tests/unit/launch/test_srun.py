@@ -10,8 +10,10 @@ from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch import srun
 from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan, Resources
 from hpc_rlhf.launch.srun import (
+    JobRecord,
     SrunStep,
     component_nodes,
+    parse_job,
     parse_srun,
     srun_options,
     step_environment,
@@ -192,3 +194,13 @@ def test_srun_that_hangs_after_a_death_is_ended(
     step = SrunStep("learner", "node2", process, log, offset)
     wait_until(lambda: step.poll() is not None, "the step to end", 10)
     assert step.poll() == StepExit(137, (TaskDeath(1, "node2", signal=9),))
+
+
+def test_job_record_is_of_the_leader() -> None:
+    text = (
+        "JobId=12 HetJobId=12 JobName=a=b JobState=COMPLETING Reason=TimeLimit Dependency=(null) "
+        "Requeue=1 Restarts=3 BatchFlag=1 EndTime=2026-11-29T18:18:41 Deadline=N/A\n"
+        "JobId=13 HetJobId=12 JobState=RUNNING Reason=None Restarts=0 EndTime=Unknown\n"
+    )
+    assert parse_job(text) == JobRecord("COMPLETING", "TimeLimit", 3, "2026-11-29T18:18:41")
+    assert [JobRecord(s).holds_nodes for s in ("COMPLETING", "PENDING")] == [True, False]

@@ -12,11 +12,13 @@ import pytest
 from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.errors import ExitCode
 from hpc_rlhf.fs import read_json
+from hpc_rlhf.launch import claim as claims
 from hpc_rlhf.launch import supervisor
+from hpc_rlhf.launch.claim import Holder, hold, take
 from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.launch.local import LocalStepLauncher
 from hpc_rlhf.launch.supervisor import supervise
-from hpc_rlhf.run_dir import Attempt
+from hpc_rlhf.run_dir import Attempt, RunDir
 from tests.launch_driver import Driver, is_alive, wait_until
 
 HOST = os.uname().nodename
@@ -35,7 +37,9 @@ class Supervised(threading.Thread):
 
     def run(self) -> None:
         launcher = LocalStepLauncher(self._plan, self.attempt)
-        self.code = supervise(self._plan, self.attempt, launcher, self.flag)
+        with hold(self._plan.run) as claim:
+            ending = supervise(self._plan, self.attempt, launcher, self.flag, claim)
+        self.code = ending.exit_code
 
     def wait(self, timeout_s: float = 30.0) -> tuple[ExitCode | None, dict]:
         self.join(timeout_s)
@@ -206,6 +210,20 @@ def test_learner_that_does_not_stop_is_ended_after_the_delay(
     assert ended["signals"][0][0] == "SIGUSR2"
 
 
+def test_supervisor_that_was_taken_for_dead_ends_its_steps(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "BEAT_S", 0.1)
+    attempt = Supervised(driver.plan())
+    driver.wait_started("learner-0")
+    monkeypatch.setattr(claims, "is_running", lambda _pid, _started: False)
+    take(RunDir(driver.run), Holder.this_process({}))
+    code, ended = attempt.wait()
+    assert code == ExitCode.FAILED
+    assert ended["reason"].startswith("the run was taken over (pid ")
+    wait_until(lambda: not driver.processes(), "its processes to be gone", 5)
+
+
 def test_launcher_that_fails_leaves_nothing_running(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,8 +238,8 @@ def test_launcher_that_fails_leaves_nothing_running(
         return start(component, replica)
 
     monkeypatch.setattr(launcher, "start", start_or_fail)
-    with pytest.raises(OSError, match="no more processes"):
-        supervise(plan, attempt, launcher, StopFlag())
+    with hold(plan.run) as claim, pytest.raises(OSError, match="no more processes"):
+        supervise(plan, attempt, launcher, StopFlag(), claim)
     assert "no more processes" in read_json(attempt.ended)["reason"]
 
 
