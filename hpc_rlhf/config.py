@@ -93,6 +93,14 @@ class Het(Choice):
     STEPS = "steps"  # one plain allocation split by `srun --nodes --relative`
 
 
+class Requeue(Choice):
+    """How a run goes on by itself when an attempt ended before the run is complete."""
+
+    REQUEUE = "requeue"  # the job asks Slurm to requeue it
+    SUCCESSOR = "successor"  # the same job is queued beforehand, with --dependency=afterany
+    NONE = "none"  # it does not: the same command resumes it
+
+
 @dataclass
 class RunConfig:
     name: str = MISSING
@@ -101,6 +109,7 @@ class RunConfig:
     steps: int = 100  # optimizer phases (one batch of rollouts each)
     prompts_per_step: int = 8
     deterministic: bool = False  # resume as if uninterrupted: unfinished samples from their seeds
+    max_attempts_without_progress: int = 5  # then a run that is requeued fails
 
 
 @dataclass
@@ -264,6 +273,7 @@ class ClusterConfig:
     qos: str | None = None
     signal: str = "USR2"
     signal_delay_s: int = 120
+    requeue: Requeue = Requeue.NONE
     network_interface: str | None = None  # for NCCL and gloo; default: the node's own address
     setup: list[str] = field(default_factory=list)  # shell lines before the run (module load ...)
     prefix: list[str] = field(

@@ -38,6 +38,16 @@ class Attempt:
         return self.path / "progress.json"
 
     @property
+    def started(self) -> Path:
+        """Where and when the attempt began, published by the supervisor."""
+        return self.path / "started.json"
+
+    @property
+    def successor(self) -> Path:
+        """The job that was queued to succeed this attempt's, if one was."""
+        return self.path / "successor.json"
+
+    @property
     def ended(self) -> Path:
         """Why the attempt ended, published by the supervisor."""
         return self.path / "ended.json"

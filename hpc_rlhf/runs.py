@@ -18,7 +18,10 @@ from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import FrozenRef
 
 # What may change between attempts without changing what is learned.
-RESUMABLE_CHANGES = ("cluster.", "sampler.", "checkpoint.", "sync.", "learner.collective_timeout_s")
+RESUMABLE_CHANGES = (
+    *("cluster.", "sampler.", "checkpoint.", "sync."),
+    *("learner.collective_timeout_s", "run.max_attempts_without_progress"),
+)
 
 
 def run_directory(config: Config) -> RunDir:

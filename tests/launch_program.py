@@ -7,7 +7,8 @@ run, and does what files in the run directory tell it: ``RUN/do/<component>-<ran
     exit N      exit with code N             raise N TEXT   write a record, then exit with code N
     always kill the same in every incarnation
 
-``RUN/do/finish`` ends the learner with code 0; a request to stop ends everything with 75.
+``RUN/do/finish`` ends the learner with code 0; a request to stop ends everything with 75, after the
+learner has saved.
 """
 
 import json
@@ -35,6 +36,10 @@ def publish(path: Path, value: object) -> None:
 
 
 def stop(_number: int, _frame: object) -> None:
+    if name == "learner-0":
+        checkpoint = run / "checkpoints" / f"step_{7 + int(options['--attempt'])}"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        publish(checkpoint / "manifest.json", {})
     publish(run / "do" / f"{name}.stopped", {"time": time.time()})
     sys.exit(75)
 

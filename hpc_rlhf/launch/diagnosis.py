@@ -54,6 +54,7 @@ class Diagnosis:
     rank: int | None = None
     phase: str | None = None
     step: int | None = None
+    final: bool = False  # the run is complete, or does not go on by itself
 
 
 def read_progress(attempt: Attempt) -> Progress:

@@ -1,6 +1,5 @@
 """``hpc-rlhf run``: one attempt supervised by this process, with the table of its steps."""
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +42,6 @@ def run_here(config: Config, run: RunDir) -> ExitCode:
         )
     if code == ExitCode.DONE:
         console.print(summary(run))
-    elif code == ExitCode.INTERRUPTED:
-        print(f"interrupted; the same command resumes {run.path}", file=sys.stderr)
     return code
 
 

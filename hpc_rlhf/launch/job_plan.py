@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rlhf.cluster.signals import signal_number
-from hpc_rlhf.config import ComponentResources, Config, Het
+from hpc_rlhf.config import ComponentResources, Config, Het, Requeue
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.run_dir import RunDir
 
@@ -76,6 +76,8 @@ class JobPlan:
     qos: str | None = None
     signal: str = "USR2"
     signal_delay_s: int = 120
+    requeue: Requeue = Requeue.REQUEUE
+    max_attempts_without_progress: int = 5
     setup: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
@@ -119,6 +121,7 @@ class JobPlan:
                 "run_dir": Path(value["run_dir"]),
                 "components": components,
                 "het": Het(value["het"]),
+                "requeue": Requeue(value["requeue"]),
                 "setup": tuple(value["setup"]),
                 "prefix": tuple(value["prefix"]),
                 "environment": _pairs(value["environment"]),
@@ -139,6 +142,11 @@ def plan_job(config: Config, run_dir: Path) -> JobPlan:
         raise UserError(f"cluster.time_min={cluster.time_min}: must be at least 1 minute")
     if cluster.signal_delay_s < 0:
         raise UserError(f"cluster.signal_delay_s={cluster.signal_delay_s}: must not be negative")
+    if config.run.max_attempts_without_progress < 1:
+        raise UserError(
+            f"run.max_attempts_without_progress={config.run.max_attempts_without_progress}: "
+            "must be at least 1"
+        )
     try:
         signal_number(cluster.signal)
     except ValueError as error:
@@ -171,6 +179,8 @@ def plan_job(config: Config, run_dir: Path) -> JobPlan:
         qos=cluster.qos,
         signal=cluster.signal.removeprefix("SIG"),
         signal_delay_s=cluster.signal_delay_s,
+        requeue=cluster.requeue,
+        max_attempts_without_progress=config.run.max_attempts_without_progress,
         setup=tuple(cluster.setup),
         prefix=tuple(cluster.prefix),
         environment=tuple(sorted(environment.items())),

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_rlhf.config import Het
+from hpc_rlhf.config import Het, Requeue
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch.job_plan import JobPlan, Options, Resources
 
@@ -29,7 +29,7 @@ def render_header(plan: JobPlan, *, output: Path | None = None, error: Path | No
         ("job-name", plan.name),
         *((name, str(path)) for name, path in files if path is not None),
         ("open-mode", "append"),  # a requeued job has the same id, and so the same files
-        ("requeue", ""),
+        ("requeue" if plan.requeue == Requeue.REQUEUE else "no-requeue", ""),
         # to the batch script alone, where the supervisor is: a server would die of it
         ("signal", f"B:{plan.signal}@{plan.signal_delay_s}"),
     )

@@ -22,8 +22,9 @@ from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.errors import ComponentError, ExitCode, UserError
 from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch.job_plan import JobPlan
+from hpc_rlhf.launch.requeue import outside_of_job
 from hpc_rlhf.launch.sbatch import render_script
-from hpc_rlhf.launch.srun import SlurmStepLauncher, in_allocation, queue_states
+from hpc_rlhf.launch.srun import SlurmStepLauncher, queue_states
 from hpc_rlhf.launch.supervisor import work_on
 from hpc_rlhf.run_dir import RunDir
 
@@ -44,9 +45,10 @@ class SupervisedAttempt:
             0: the run is complete.
 
         Raises:
-            ComponentError: the attempt failed; Submitit's job result has the reason.
-            SystemExit: the attempt ended otherwise (75 interrupted, 2 bad input or another attempt
-                holds the run): the job fails with that code and has no result.
+            ComponentError: the run failed for good; Submitit's job result has the reason.
+            SystemExit: the attempt ended otherwise (75 interrupted, 1 failed and tried again, 2 bad
+                input, or another attempt holds the run): the job ends with that code and has no
+                result.
         """
         flag = StopFlag()
         # In the place of Submitit's handlers for good: its own would requeue the job beside us,
@@ -55,11 +57,16 @@ class SupervisedAttempt:
         paths = JobEnvironment().paths
         _remove_leftovers(paths)
         try:
-            ending = work_on(self.plan, SlurmStepLauncher, flag)
+            ending = work_on(
+                self.plan,
+                SlurmStepLauncher,
+                flag,
+                lambda dependency: str(_queue(self.plan, dependency).job_id),
+            )
         except UserError as error:
             print(f"hpc-rlhf: {error}", file=sys.stderr)
             raise SystemExit(int(ExitCode.BAD_INPUT)) from None
-        if ending.exit_code == ExitCode.FAILED:
+        if ending.exit_code == ExitCode.FAILED and ending.final:
             raise ComponentError(ending.reason)
         if ending.exit_code != ExitCode.DONE:
             raise SystemExit(int(ending.exit_code))
@@ -97,10 +104,11 @@ class HetSlurmExecutor(submitit_slurm.SlurmExecutor):
 
     job_class = HetSlurmJob
 
-    def __init__(self, folder: Path, plan: JobPlan) -> None:
+    def __init__(self, folder: Path, plan: JobPlan, dependency: str | None = None) -> None:
         # the countdown of timeouts would end a run that needs many walltimes
         super().__init__(folder, max_num_timeout=2**31, python=shlex.quote(plan.python))
         self.plan = plan
+        self._dependency = dependency
         self.parameters["time"] = plan.time_min
 
     @classmethod
@@ -114,16 +122,9 @@ class HetSlurmExecutor(submitit_slurm.SlurmExecutor):
         return job_script(self.plan, self.folder)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        command = ["sbatch", str(submission_file_path)]
-        if not in_allocation():
-            return command
-        # sbatch passes its environment on: a job submitted from a job would find the variables of
-        # that one among its own
-        stale = [n for n in os.environ if n.startswith("SLURM_") and n not in _USER_VARIABLES]
-        return ["env", *(f"--unset={name}" for name in sorted(stale)), *command]
+        dependency = [f"--dependency={self._dependency}"] if self._dependency else []
+        return [*outside_of_job(os.environ), "sbatch", *dependency, str(submission_file_path)]
 
-
-_USER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 
 _LIVE_STATES = {
     "RUNNING": "RUNNING",
@@ -204,16 +205,20 @@ def submit(plan: JobPlan) -> submitit.Job[int]:
     Raises:
         UserError: there is no Slurm here, or sbatch refused the job, with its message.
     """
+    job = _queue(plan)
+    folder = submission_folder(plan.run)
+    publish_json(folder / "submitted.json", {"job_id": job.job_id, "time": time.time()})
+    return job
+
+
+def _queue(plan: JobPlan, dependency: str | None = None) -> submitit.Job[int]:
     if shutil.which("sbatch") is None:
         raise UserError(
             "sbatch is not on the PATH: submit from a login node of a Slurm cluster, or use "
             "cluster.launcher=local"
         )
-    folder = submission_folder(plan.run)
-    executor = HetSlurmExecutor(folder, plan)
+    executor = HetSlurmExecutor(submission_folder(plan.run), plan, dependency)
     try:
-        job: submitit.Job[int] = executor.submit(SupervisedAttempt(plan))
+        return executor.submit(SupervisedAttempt(plan))
     except FailedJobError as error:
         raise UserError(f"sbatch refused the job: {str(error).strip()}") from error
-    publish_json(folder / "submitted.json", {"job_id": job.job_id, "time": time.time()})
-    return job

@@ -255,10 +255,10 @@ def component_nodes(plan: JobPlan, environ: Mapping[str, str]) -> dict[str, list
 
 
 def _expand(node_list: str) -> list[str]:
-    return _output_of(["scontrol", "show", "hostnames", node_list]).split()
+    return slurm_command(["scontrol", "show", "hostnames", node_list]).split()
 
 
-def _output_of(command: list[str]) -> str:
+def slurm_command(command: list[str]) -> str:
     """Run a command of Slurm's.
 
     Raises:
@@ -266,7 +266,12 @@ def _output_of(command: list[str]) -> str:
     """
     try:
         done = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            env={**os.environ, "SLURM_TIME_FORMAT": "standard"},  # whatever the user reads best
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ComponentError(f"{shlex.join(command)}: {error}") from error
@@ -282,7 +287,7 @@ def queue_states(job_id: str) -> list[str]:
         ComponentError: Slurm did not answer.
     """
     try:
-        return _output_of(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"]).split()
+        return slurm_command(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"]).split()
     except ComponentError as error:
         if "Invalid job id" in str(error):
             return []
@@ -318,11 +323,33 @@ def job_record(job_id: str) -> JobRecord:
         ComponentError: it did not answer.
     """
     try:
-        return parse_job(_output_of(["scontrol", "--oneliner", "show", "job", job_id]))
+        return parse_job(slurm_command(["scontrol", "--oneliner", "show", "job", job_id]))
     except ComponentError as error:
         if "Invalid job id" in str(error):
             return GONE
         raise
+
+
+def allocation_end(environ: Mapping[str, str]) -> float | None:
+    """Unix time at which the job of this process reaches its time limit.
+
+    None outside of a job, without a limit, and where Slurm (before 23.02, which set no variable)
+    does not answer.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    if "SLURM_JOB_END_TIME" in environ:
+        return float(environ["SLURM_JOB_END_TIME"])
+    try:
+        end = job_record(environ["SLURM_JOB_ID"]).end_time
+    except ComponentError:
+        return None
+    return None if end in (None, "Unknown", "N/A", "NONE") else parse_time(str(end))
+
+
+def parse_time(text: str) -> float:
+    """Unix time of one that Slurm printed in the local time of this process."""
+    return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
 
 
 def parse_job(text: str) -> JobRecord:

@@ -44,13 +44,16 @@ def describe_run(run: RunDir) -> RunStatus:
     if run.complete.exists():
         return replace(status, state=RunState.COMPLETE)
     submitted = _read_optional(run.path / "submitit" / "submitted.json")
-    started = _read_optional(run.attempt(numbers[-1]).path / "started.json") if numbers else None
+    started = _read_optional(run.attempt(numbers[-1]).started) if numbers else None
     if submitted and (started is None or submitted["time"] > started["time"]):
         job_id = submitted["job_id"]  # newer than the last attempt
     elif status.state is RunState.RUNNING and started and _is_alive_here(started):
         return status
     else:
         job_id = status.job_id
+        if status.state is not RunState.RUNNING and numbers:
+            successor = _read_optional(run.attempt(numbers[-1]).successor)
+            job_id = successor["job_id"] if successor else job_id
     states = queue_states(job_id) if job_id and not job_id.startswith(LOCAL_JOB) else []
     if states:
         # with a job that ended, the same id: a requeue that waits
@@ -71,7 +74,7 @@ def describe_run(run: RunDir) -> RunStatus:
 
 
 def _describe_attempt(attempt: Attempt) -> RunStatus:
-    started = _read_optional(attempt.path / "started.json")
+    started = _read_optional(attempt.started)
     ended = _read_optional(attempt.ended)
     progress = read_progress(attempt)
     return RunStatus(

@@ -15,7 +15,9 @@ from typing import Self
 
 from hpc_rlhf.cluster.rendezvous import endpoint_path
 from hpc_rlhf.cluster.signals import StopFlag
-from hpc_rlhf.errors import ExitCode
+from hpc_rlhf.cluster.walltime import Deadline
+from hpc_rlhf.cluster.world import LOCAL_JOB
+from hpc_rlhf.errors import ExitCode, UserError
 from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch.claim import Claim, hold
 from hpc_rlhf.launch.diagnosis import (
@@ -26,40 +28,92 @@ from hpc_rlhf.launch.diagnosis import (
     read_progress,
 )
 from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan
+from hpc_rlhf.launch.requeue import (
+    QueueAgain,
+    check_chain,
+    conclude,
+    continuation,
+    find_chain,
+    progress,
+    queue_script_again,
+)
+from hpc_rlhf.launch.srun import allocation_end
 from hpc_rlhf.launch.steps import StepExit, StepHandle, StepLauncher, step_name
 from hpc_rlhf.run_dir import Attempt
 
 POLL_S = 0.05
 STOP_GRACE_S = 10.0  # from asking a step to stop to SIGKILL when an attempt ends
 KILL_WAIT_S = 10.0  # then the job's or the supervisor's own end takes what is left
+ENDING_S = TERM_GRACE_S + 5.0  # of the walltime, kept for ending the steps and for the requeue
 STOPPED_RESTART_DELAY_S = 10.0  # a replica that was asked to stop: the learner is about to be, too
 
 
-def run_attempt(
-    plan: JobPlan, make_launcher: Callable[[JobPlan, Attempt], StepLauncher]
-) -> ExitCode:
+MakeLauncher = Callable[[JobPlan, Attempt], StepLauncher]
+
+
+def run_attempt(plan: JobPlan, make_launcher: MakeLauncher) -> ExitCode:
     """Work on the run from the main thread of this process; see :func:`work_on`."""
     flag = StopFlag()
     with flag.installed(("TERM", "INT", "USR2", plan.signal)):
-        return work_on(plan, make_launcher, flag).exit_code
+        return work_on(plan, make_launcher, flag, queue_script_again).exit_code
 
 
 def work_on(
-    plan: JobPlan, make_launcher: Callable[[JobPlan, Attempt], StepLauncher], flag: StopFlag
+    plan: JobPlan, make_launcher: MakeLauncher, flag: StopFlag, queue_again: QueueAgain
 ) -> Diagnosis:
-    """Claim the run, make its next attempt and supervise it; return why it ended.
+    """Claim the run, supervise its next attempt, and let the run go on after it.
+
+    Args:
+        queue_again: how a successor of this job is queued, where the plan asks for one.
+
+    Returns:
+        Why the attempt ended; ``final`` unless the run goes on by itself.
 
     Raises:
-        UserError: another attempt works on the run; nothing was written.
+        UserError: another attempt works on the run, and nothing was written; or the allocation
+            does not fit the plan.
     """
+    after = continuation(plan, queue_again, os.environ)
     with hold(plan.run) as claim:
+        chain = find_chain(plan.run, os.environ.get("SLURM_JOB_ID", f"{LOCAL_JOB}-{os.getpid()}"))
+        refusal = check_chain(plan, chain)
+        if refusal is not None:
+            print(refusal.reason, file=sys.stderr)
+            return refusal
         attempt = plan.run.new_attempt()
         claim.name_attempt(attempt.number)
-        return supervise(plan, attempt, make_launcher(plan, attempt), flag, claim)
+        with EventLog(attempt.path / "logs" / "supervisor.log") as log:
+            _note(log, after.begin(attempt))
+            try:
+                launcher = make_launcher(plan, attempt)
+                ending = supervise(plan, attempt, launcher, flag, claim, chain.name)
+            except UserError:
+                _note(log, after.stop())
+                raise
+    # the claim is free: from here on, the next attempt may begin at any moment
+    with EventLog(attempt.path / "logs" / "supervisor.log") as log:
+        if ending.final:
+            _note(log, after.stop())
+            if ending.exit_code is ExitCode.INTERRUPTED:
+                log(f"the same command resumes {plan.run_dir}")
+            return ending
+        goes_on, how = after.go_on()
+        _note(log, how)
+    return replace(ending, final=not goes_on)
+
+
+def _note(log: "EventLog", message: str | None) -> None:
+    if message:
+        log(message)
 
 
 def supervise(
-    plan: JobPlan, attempt: Attempt, launcher: StepLauncher, flag: StopFlag, claim: Claim
+    plan: JobPlan,
+    attempt: Attempt,
+    launcher: StepLauncher,
+    flag: StopFlag,
+    claim: Claim,
+    chain: str | None = None,
 ) -> Diagnosis:
     """Run one attempt to its end and write ``ended.json``.
 
@@ -67,23 +121,29 @@ def supervise(
 
     Args:
         claim: on the run; lost, it ends the attempt.
+        chain: name of the chain of attempts that this one belongs to; default: its job's id.
 
     Returns:
         Why it ended, with the exit code: DONE when the learner completed; INTERRUPTED when it
         stopped on request, its state durable; BAD_INPUT when it refused its input; else FAILED.
     """
+    end_time = allocation_end(os.environ)
+    deadline = Deadline(end_time, margin_s=min(ENDING_S, plan.signal_delay_s / 4))
     publish_json(attempt.plan, plan.to_json())
     publish_json(
-        attempt.path / "started.json",
+        attempt.started,
         {
             "job_id": launcher.job_id,
+            "chain": chain or launcher.job_id,
+            "progress": progress(plan.run),
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "time": time.time(),
+            "end_time": end_time,
         },
     )
     with EventLog(attempt.path / "logs" / "supervisor.log") as log:
-        return _Supervisor(plan, attempt, launcher, flag, claim, log).run()
+        return _Supervisor(plan, attempt, launcher, flag, claim, log, deadline).run()
 
 
 class EventLog:
@@ -133,13 +193,15 @@ class _Supervisor:
         flag: StopFlag,
         claim: Claim,
         log: EventLog,
+        deadline: Deadline,
     ) -> None:
+        self._plan = plan
         self._attempt = attempt
         self._launcher = launcher
         self._flag = flag
         self._claim = claim
         self._log = log
-        self._drain_s = float(plan.signal_delay_s)
+        self._deadline = deadline
         self._steps = [
             _Step(component, replica)
             for component in plan.components
@@ -164,6 +226,8 @@ class _Supervisor:
             self._finish(ending)
             raise
         self._end_all()
+        by_user = any(name == "SIGINT" for name, _ in self._flag.seen)
+        ending = conclude(self._plan, self._attempt, ending, by_user=by_user)
         self._finish(ending)
         return ending
 
@@ -171,6 +235,7 @@ class _Supervisor:
         """Start every step; return why the attempt ends."""
         for step in self._steps:
             self._start(step)
+        drain_s = 0.0
         drain_until: float | None = None
         while True:
             for step in self._steps:
@@ -185,10 +250,12 @@ class _Supervisor:
                 return lost
             if self._flag.requested:
                 if drain_until is None:
-                    drain_until = time.monotonic() + self._drain_s
+                    # the steps must be gone, and the requeue asked for, before the walltime is over
+                    drain_s = max(0.0, min(self._plan.signal_delay_s, self._deadline.left_s))
+                    drain_until = time.monotonic() + drain_s
                     self._ask_to_stop()
                 elif time.monotonic() >= drain_until:
-                    return self._interrupted(f"was not done within {self._drain_s:g} s")
+                    return self._interrupted(f"was not done within {drain_s:.0f} s")
                 elif sum(name == "SIGINT" for name, _ in self._flag.seen) > 1:
                     return self._interrupted("was not waited for (second Ctrl-C)")
             else:
@@ -210,6 +277,7 @@ class _Supervisor:
             ExitCode.FAILED,
             component="supervisor",
             node=os.uname().nodename,
+            final=True,
         )
 
     def _start(self, step: _Step) -> None:

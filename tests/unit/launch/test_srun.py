@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan, Resources
 from hpc_rlhf.launch.srun import (
     JobRecord,
     SrunStep,
+    allocation_end,
     component_nodes,
     parse_job,
     parse_srun,
@@ -204,3 +206,19 @@ def test_job_record_is_of_the_leader() -> None:
     )
     assert parse_job(text) == JobRecord("COMPLETING", "TimeLimit", 3, "2026-11-29T18:18:41")
     assert [JobRecord(s).holds_nodes for s in ("COMPLETING", "PENDING")] == [True, False]
+
+
+def test_end_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert allocation_end({}) is None
+    assert allocation_end({"SLURM_JOB_ID": "12", "SLURM_JOB_END_TIME": "1795976285"}) == 1795976285
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    answers = [
+        JobRecord("RUNNING", end_time="2026-11-29T18:18:05"),
+        JobRecord("RUNNING", end_time="Unknown"),
+    ]
+    monkeypatch.setattr(srun, "job_record", lambda _job: answers.pop(0))
+    assert allocation_end({"SLURM_JOB_ID": "12"}) == 1795972685  # 17:18:05 UTC
+    assert allocation_end({"SLURM_JOB_ID": "12"}) is None
+    monkeypatch.undo()
+    time.tzset()

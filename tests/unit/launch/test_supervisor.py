@@ -210,6 +210,24 @@ def test_learner_that_does_not_stop_is_ended_after_the_delay(
     assert ended["signals"][0][0] == "SIGUSR2"
 
 
+def test_learner_is_not_waited_for_beyond_the_walltime(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "TERM_GRACE_S", 1.0)
+    end = time.time() + supervisor.ENDING_S + 4
+    monkeypatch.setattr(supervisor, "allocation_end", lambda _environ: end)
+    attempt = Supervised(driver.plan(learners=1, signal_delay_s=600))
+    driver.wait_started("learner-0")
+    driver.do("learner-0", "deaf")
+    wait_until(lambda: (driver.run / "do/learner-0.deaf").exists(), "the learner to be deaf")
+    attempt.flag.request("SIGUSR2")
+    code, ended = attempt.wait()
+    assert code == ExitCode.INTERRUPTED
+    assert "the learner was not done within" in ended["reason"]
+    assert time.time() < end
+    assert read_json(attempt.attempt.started)["end_time"] == end
+
+
 def test_supervisor_that_was_taken_for_dead_ends_its_steps(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

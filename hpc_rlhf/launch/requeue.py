@@ -1,0 +1,283 @@
+"""How a run goes on by itself after an attempt, and when it does not.
+
+A job that saves and exits within its grace time is over for Slurm, which requeues only what it had to
+kill. So the supervisor asks for the requeue itself, or has queued a successor beforehand.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from hpc_rlhf.config import Requeue
+from hpc_rlhf.errors import ComponentError, ExitCode, UserError
+from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.launch.diagnosis import Diagnosis
+from hpc_rlhf.launch.job_plan import JobPlan
+from hpc_rlhf.launch.srun import COMMAND_TIMEOUT_S, JobRecord, job_record, slurm_command
+from hpc_rlhf.observe.metrics import read_metrics
+from hpc_rlhf.run_dir import Attempt, RunDir
+
+QueueAgain = Callable[[str], str]
+"""Queue the same job with a ``--dependency``; return its id. UserError: sbatch refused it."""
+
+
+# ------------------------------------------------------------------------------------------- progress
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The attempts that follow from one submission: requeues of its job and its successors.
+
+    What a person submits anew begins a new one, so that attempts without progress are forgiven.
+    """
+
+    name: str  # id of its first job
+    predecessor: str | None = None  # job that this one was queued to succeed
+    stalled: int = 0  # its latest attempts that began with the progress that the run still has
+
+
+def find_chain(run: RunDir, job_id: str) -> Chain:
+    """The chain that an attempt of ``job_id`` would continue, or begin."""
+    numbers = run.attempt_numbers()
+    if not numbers:
+        return Chain(job_id)
+    last = run.attempt(numbers[-1])
+    started = _started(last)
+    succeeds = _successor(last) == job_id
+    if not succeeds and started.get("job_id") != job_id:
+        return Chain(job_id)
+    name = str(started.get("chain", job_id))
+    predecessor = str(started["job_id"]) if succeeds else None
+    return Chain(name, predecessor, _stalled(run, numbers, name))
+
+
+def progress(run: RunDir) -> int:
+    """The newest step that left something behind: a published checkpoint, or a record of metrics."""
+    manifests = run.checkpoints.glob("step_*/manifest.json")
+    saved = [int(path.parent.name.removeprefix("step_")) for path in manifests]
+    records = read_metrics(run)
+    return max([0, *saved, *(int(record["step"]) for record in records[-1:])])
+
+
+def conclude(plan: JobPlan, attempt: Attempt, ending: Diagnosis, *, by_user: bool) -> Diagnosis:
+    """Decide whether the run goes on after an attempt that ends so.
+
+    It does not after completion, bad input, a stop by hand (``by_user``: Ctrl-C), and after
+    ``run.max_attempts_without_progress`` attempts in a row, which then fail whatever ended the last.
+    """
+    if ending.final or by_user or ending.exit_code in (ExitCode.DONE, ExitCode.BAD_INPUT):
+        return replace(ending, final=True)
+    if plan.requeue is Requeue.NONE:
+        return ending
+    started = _started(attempt)
+    stalled = _stalled(plan.run, plan.run.attempt_numbers(), str(started.get("chain")))
+    if stalled < plan.max_attempts_without_progress:
+        return ending
+    return replace(
+        ending, reason=_stalled_reason(plan, stalled, ending), exit_code=ExitCode.FAILED, final=True
+    )
+
+
+def check_chain(plan: JobPlan, chain: Chain) -> Diagnosis | None:
+    """Why a queued job is not to begin an attempt, None if it is."""
+    if plan.run.complete.exists():
+        return Diagnosis("the run is complete", ExitCode.DONE, "supervisor", final=True)
+    if plan.requeue is not Requeue.NONE and chain.stalled >= plan.max_attempts_without_progress:
+        reason = _stalled_reason(plan, chain.stalled, None)
+        return Diagnosis(reason, ExitCode.FAILED, "supervisor", final=True)
+    if chain.predecessor is not None and _job_or_none(chain.predecessor) == "CANCELLED":
+        reason = f"job {chain.predecessor} was cancelled: its successor does not go on either"
+        return Diagnosis(reason, ExitCode.INTERRUPTED, "supervisor", final=True)
+    return None
+
+
+def _stalled_reason(plan: JobPlan, stalled: int, ending: Diagnosis | None) -> str:
+    last = f"; the last one: {ending.reason}" if ending else ""
+    return (
+        f"{stalled} attempts in a row made no progress beyond step {progress(plan.run)}, and "
+        f"run.max_attempts_without_progress={plan.max_attempts_without_progress}{last}. "
+        "Submit it again when the cause is removed"
+    )
+
+
+def _stalled(run: RunDir, numbers: list[int], chain: str) -> int:
+    now, count = progress(run), 0
+    for number in reversed(numbers):
+        started = _started(run.attempt(number))
+        # one that died before it wrote that it started made no progress either
+        if started and (started.get("chain"), started.get("progress")) != (chain, now):
+            break
+        count += 1
+    return count
+
+
+def _started(attempt: Attempt) -> dict[str, object]:
+    return dict(read_json(attempt.started)) if attempt.started.exists() else {}
+
+
+# ------------------------------------------------------------------------------------- ways of going on
+
+
+class Continuation(Protocol):
+    """What makes the next attempt of a run."""
+
+    def begin(self, attempt: Attempt) -> str | None:
+        """Prepare the next attempt when this one begins; returns what was done, for the log."""
+
+    def go_on(self) -> tuple[bool, str]:
+        """Make it happen, when this attempt has ended; whether it will, and how or why not."""
+
+    def stop(self) -> str | None:
+        """Take back what :meth:`begin` prepared: the run is complete, or is not to go on."""
+
+
+def continuation(
+    plan: JobPlan, queue_again: QueueAgain, environ: Mapping[str, str]
+) -> Continuation:
+    """The way of going on that the plan asks for; none outside of a Slurm job."""
+    job_id = environ.get("SLURM_JOB_ID")
+    if job_id is None or plan.requeue is Requeue.NONE:
+        return ByHand(plan)
+    return (
+        SelfRequeue(job_id) if plan.requeue is Requeue.REQUEUE else Successor(job_id, queue_again)
+    )
+
+
+class ByHand:
+    """Nothing happens by itself."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self._plan = plan
+
+    def begin(self, attempt: Attempt) -> str | None:
+        return None
+
+    def go_on(self) -> tuple[bool, str]:
+        return False, f"the same command resumes {self._plan.run_dir}"
+
+    def stop(self) -> str | None:
+        return None
+
+
+class SelfRequeue:
+    """The job asks for its own requeue while it still runs."""
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+
+    def begin(self, attempt: Attempt) -> str | None:
+        return None
+
+    def go_on(self) -> tuple[bool, str]:
+        try:
+            job = job_record(self._job_id)
+            if not is_wanted(job):
+                # A requeue would bring back what was cancelled; what Slurm itself requeues comes
+                # back without us.
+                return False, f"not requeued: Slurm is ending job {self._job_id} already"
+            slurm_command(["scontrol", "requeue", self._job_id])
+        except ComponentError as error:
+            return False, (
+                f"job {self._job_id} cannot be requeued ({error}): submit it again to resume, or set "
+                "cluster.requeue=successor where jobs may not be requeued"
+            )
+        return True, f"job {self._job_id} is requeued"
+
+    def stop(self) -> str | None:
+        return None
+
+
+def is_wanted(job: JobRecord) -> bool:
+    """Whether nobody has ended the job, other than its own time limit.
+
+    A job that is cancelled is COMPLETING before its processes get their first signal; in the grace
+    time of a preemption it is RUNNING.
+    """
+    return job.state == "RUNNING" or (job.state == "COMPLETING" and job.reason == "TimeLimit")
+
+
+class Successor:
+    """The same job is queued when an attempt begins, to start when this one's job is over."""
+
+    def __init__(self, job_id: str, queue_again: QueueAgain) -> None:
+        self._job_id = job_id
+        self._queue_again = queue_again
+        self._queued: str | None = None
+
+    def begin(self, attempt: Attempt) -> str | None:
+        try:
+            self._queued = self._queue_again(f"afterany:{self._job_id}")
+        except (UserError, ComponentError) as error:
+            return f"no successor was queued, the run will not go on by itself: {error}"
+        publish_json(
+            attempt.successor,
+            {"job_id": self._queued, "after": self._job_id, "time": time.time()},
+        )
+        return f"job {self._queued} is queued to succeed this one"
+
+    def go_on(self) -> tuple[bool, str]:
+        if self._queued is None:
+            return False, "no successor was queued: submit it again to resume"
+        return True, f"job {self._queued} goes on"
+
+    def stop(self) -> str | None:
+        if self._queued is None:
+            return None
+        try:
+            slurm_command(["scancel", self._queued])
+        except ComponentError as error:
+            return f"the successor is still queued, cancel it by hand: {error}"
+        return f"the successor, job {self._queued}, is cancelled"
+
+
+def _successor(attempt: Attempt) -> str | None:
+    return str(read_json(attempt.successor)["job_id"]) if attempt.successor.exists() else None
+
+
+def _job_or_none(job_id: str) -> str | None:
+    try:
+        return job_record(job_id).state
+    except ComponentError:
+        return None
+
+
+def queue_script_again(dependency: str) -> str:
+    """Queue the batch script of this very job once more.
+
+    Options given to sbatch on its command line are not in the script, and are lost.
+
+    Raises:
+        ComponentError: Slurm does not give the script (this is no batch job).
+        UserError: sbatch refused it.
+    """
+    script = slurm_command(["scontrol", "write", "batch_script", os.environ["SLURM_JOB_ID"], "-"])
+    command = [*outside_of_job(os.environ), "sbatch", "--parsable", f"--dependency={dependency}"]
+    done = subprocess.run(
+        command,
+        check=False,
+        input=script,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise UserError(f"sbatch refused the job: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def outside_of_job(environ: Mapping[str, str]) -> list[str]:
+    """A command prefix that hides this process's job, if it is in one, from sbatch.
+
+    sbatch passes its environment on: a job submitted from a job would find the variables of that
+    one among its own.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return []
+    stale = [n for n in environ if n.startswith("SLURM_") and n not in _USER_VARIABLES]
+    return ["env", *(f"--unset={name}" for name in sorted(stale))]
+
+
+_USER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")

@@ -1,0 +1,201 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_rlhf.config import Requeue
+from hpc_rlhf.errors import ComponentError, ExitCode, UserError
+from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.launch import requeue
+from hpc_rlhf.launch.diagnosis import Diagnosis
+from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan, Resources
+from hpc_rlhf.launch.requeue import (
+    ByHand,
+    SelfRequeue,
+    Successor,
+    check_chain,
+    conclude,
+    continuation,
+    find_chain,
+    is_wanted,
+    progress,
+)
+from hpc_rlhf.launch.srun import JobRecord
+from hpc_rlhf.run_dir import Attempt
+
+INTERRUPTED = Diagnosis("learner stopped on request", ExitCode.INTERRUPTED, "learner")
+FAILED = Diagnosis("learner rank 0 died", ExitCode.FAILED, "learner")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> JobPlan:
+    for directory in ("checkpoints", "metrics"):
+        (tmp_path / directory).mkdir()
+    learner = ComponentPlan("learner", Resources())
+    return JobPlan("demo", tmp_path, (learner,), max_attempts_without_progress=3)
+
+
+def begin(plan: JobPlan, job_id: str = "12") -> Attempt:
+    """What a supervisor writes when it begins."""
+    chain = find_chain(plan.run, job_id)
+    attempt = plan.run.new_attempt()
+    record = {"job_id": job_id, "chain": chain.name, "progress": progress(plan.run)}
+    publish_json(attempt.started, record)
+    return attempt
+
+
+def save(plan: JobPlan, step: int) -> None:
+    directory = plan.run.checkpoints / f"step_{step}"
+    directory.mkdir()
+    (directory / "manifest.json").touch()
+
+
+def test_progress_is_of_checkpoints_and_of_metrics(plan: JobPlan) -> None:
+    assert progress(plan.run) == 0
+    save(plan, 9)
+    save(plan, 10)
+    (plan.run.checkpoints / "step_11").mkdir()  # not whole
+    assert progress(plan.run) == 10
+    lines = [json.dumps({"step": step}) for step in (1, 12)]
+    (plan.run.metrics / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert progress(plan.run) == 12
+
+
+@pytest.mark.parametrize("ending", [INTERRUPTED, FAILED])
+def test_attempts_without_progress_are_bounded(plan: JobPlan, ending: Diagnosis) -> None:
+    for step in (1, 2):
+        attempt = begin(plan)
+        save(plan, step)
+        assert conclude(plan, attempt, ending, by_user=False) == ending
+    for _ in range(2):
+        assert conclude(plan, begin(plan), ending, by_user=False) == ending
+    last = conclude(plan, begin(plan), ending, by_user=False)
+    assert (last.exit_code, last.final) == (ExitCode.FAILED, True)
+    assert last.reason.startswith(
+        "3 attempts in a row made no progress beyond step 2, and "
+        f"run.max_attempts_without_progress=3; the last one: {ending.reason}"
+    )
+    # one that Slurm requeues beside us does not begin, one that is submitted anew does
+    refused = check_chain(plan, find_chain(plan.run, "12"))
+    assert refused is not None
+    assert refused.exit_code is ExitCode.FAILED
+    assert check_chain(plan, find_chain(plan.run, "13")) is None
+    assert conclude(plan, begin(plan, "13"), ending, by_user=False) == ending
+
+
+def test_attempts_that_were_killed_without_a_word_count(plan: JobPlan) -> None:
+    for _ in range(3):
+        assert check_chain(plan, find_chain(plan.run, "12")) is None
+        begin(plan)
+    refused = check_chain(plan, find_chain(plan.run, "12"))
+    assert refused is not None
+    assert "3 attempts in a row made no progress beyond step 0" in refused.reason
+
+
+@pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.BAD_INPUT])
+def test_what_ends_a_run_for_good(plan: JobPlan, code: ExitCode) -> None:
+    ending = replace(INTERRUPTED, exit_code=code)
+    assert conclude(plan, begin(plan), ending, by_user=False) == replace(ending, final=True)
+
+
+def test_stop_by_hand_is_final(plan: JobPlan) -> None:
+    assert conclude(plan, begin(plan), INTERRUPTED, by_user=True) == replace(
+        INTERRUPTED, final=True
+    )
+
+
+def test_chain_goes_on_in_requeues_and_successors(
+    plan: JobPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(plan, "12")
+    attempt = begin(plan, "12")
+    publish_json(attempt.successor, {"job_id": "14"})
+    chain = find_chain(plan.run, "14")
+    assert (chain.name, chain.predecessor, chain.stalled) == ("12", "12", 2)
+    assert find_chain(plan.run, "15").name == "15"
+    begin(plan, "14")
+    assert find_chain(plan.run, "14").name == "12"
+
+    states = {"12": "CANCELLED"}
+    monkeypatch.setattr(requeue, "job_record", lambda job: JobRecord(states[job]))
+    refused = check_chain(plan, chain)
+    assert refused is not None
+    assert refused.reason == "job 12 was cancelled: its successor does not go on either"
+    states["12"] = "TIMEOUT"
+    assert check_chain(plan, chain) is None
+    publish_json(plan.run.complete, {})
+    complete = check_chain(plan, chain)
+    assert complete is not None
+    assert complete.exit_code is ExitCode.DONE
+
+
+def test_job_that_somebody_ended_is_not_brought_back() -> None:
+    assert is_wanted(JobRecord("RUNNING"))
+    assert is_wanted(JobRecord("COMPLETING", "TimeLimit"))
+    assert not is_wanted(JobRecord("COMPLETING"))  # cancelled, or Slurm requeues it
+    assert not is_wanted(JobRecord("PENDING"))
+
+
+@pytest.fixture
+def slurm_said(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that were run; one with "refused" in it fails."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> str:
+        commands.append(command)
+        if "refused" in command:
+            raise ComponentError("Requested operation is presently disabled")
+        return ""
+
+    monkeypatch.setattr(requeue, "slurm_command", run)
+    monkeypatch.setattr(requeue, "job_record", lambda _job: JobRecord("RUNNING"))
+    return commands
+
+
+def test_self_requeue(slurm_said: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SelfRequeue("12").go_on() == (True, "job 12 is requeued")
+    assert slurm_said.pop() == ["scontrol", "requeue", "12"]
+    goes_on, why = SelfRequeue("refused").go_on()
+    assert not goes_on
+    assert "presently disabled" in why
+    assert "cluster.requeue=successor" in why
+    slurm_said.clear()
+    monkeypatch.setattr(requeue, "job_record", lambda _job: JobRecord("COMPLETING"))
+    assert SelfRequeue("12").go_on()[0] is False
+    assert slurm_said == []
+
+
+def test_successor(plan: JobPlan, slurm_said: list[list[str]]) -> None:
+    asked = []
+    successor = Successor("12", lambda dependency: asked.append(dependency) or "13")
+    attempt = begin(plan)
+    assert successor.begin(attempt) == "job 13 is queued to succeed this one"
+    assert asked == ["afterany:12"]
+    assert read_json(attempt.successor)["job_id"] == "13"
+    assert successor.go_on() == (True, "job 13 goes on")
+    assert successor.stop() == "the successor, job 13, is cancelled"
+    assert slurm_said == [["scancel", "13"]]
+
+
+def test_refused_successor_is_said(plan: JobPlan) -> None:
+    def refuse(_dependency: str) -> str:
+        raise UserError("sbatch refused the job: QOSMaxSubmitJobPerUserLimit")
+
+    successor = Successor("12", refuse)
+    attempt = begin(plan)
+    assert "QOSMaxSubmitJobPerUserLimit" in str(successor.begin(attempt))
+    assert not attempt.successor.exists()
+    assert successor.go_on()[0] is False
+    assert successor.stop() is None
+
+
+def test_way_of_going_on(plan: JobPlan) -> None:
+    def kind(requeue: Requeue, environ: dict[str, str]) -> type:
+        return type(continuation(replace(plan, requeue=requeue), str, environ))
+
+    in_job = {"SLURM_JOB_ID": "12"}
+    assert kind(Requeue.REQUEUE, in_job) is SelfRequeue
+    assert kind(Requeue.SUCCESSOR, in_job) is Successor
+    assert kind(Requeue.NONE, in_job) is ByHand
+    assert kind(Requeue.REQUEUE, {}) is ByHand
