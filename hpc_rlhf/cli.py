@@ -5,6 +5,7 @@ on a login node whose filesystem is slow.
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -183,14 +184,26 @@ def _submit(arguments: argparse.Namespace) -> int:
         )
     plan = plan_job(config, run_directory(config).path)
     if arguments.script:
-        print(render_script(plan, ["hpc-rlhf", "run", *arguments.overrides]), end="")
+        command = ["hpc-rlhf", "run", *arguments.overrides]
+        if arguments.config_dir is not None:
+            command += ["--config-dir", str(arguments.config_dir.absolute())]
+        print(render_script(plan, command), end="")
         return ExitCode.DONE
     if arguments.dry_run:
         print(slurm.job_script(plan), end="")
         return ExitCode.DONE
+    if plan.run.complete.exists():
+        print(f"{plan.run_dir} is complete; nothing was queued")
+        return ExitCode.DONE
     check_free(plan.run)
+    is_new = not plan.run_dir.exists()
     open_run(config)
-    job = slurm.submit(plan)
+    try:
+        job = slurm.submit(plan)
+    except UserError:
+        if is_new:  # exit code 2: nothing queued, nothing written
+            shutil.rmtree(plan.run_dir)
+        raise
     print(f"submitted job {job.job_id}; follow it with: hpc-rlhf status {plan.run_dir}")
     return ExitCode.DONE
 

@@ -28,10 +28,12 @@ def train(run: OnlineRun, timeline: Timeline) -> ExitCode:
                 run.update(experience)
             with timeline.phase(step, Phase.SYNC):
                 run.publish()
+            # Before the checkpoint: a step that is never done again must not lack its record. So
+            # the seconds of a checkpoint are in the record of the step after it.
+            run.record(timeline.finish(step))
             if run.checkpoint_due(step):
                 with timeline.phase(step, Phase.CHECKPOINT):
                     run.save()
-            run.record(timeline.finish(step))
     except StopRequested:
         with timeline.phase(run.completed, Phase.CHECKPOINT):
             run.save()

@@ -1,5 +1,6 @@
 """``hpc-rlhf run``: one attempt supervised by this process, with the table of its steps."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from hpc_rlhf.launch.srun import SlurmStepLauncher, in_allocation
 from hpc_rlhf.launch.supervisor import run_attempt
 from hpc_rlhf.observe.table import follow, summary
 from hpc_rlhf.run_dir import RunDir
+
+_PIPED_WIDTH = 160
 
 
 def check_launcher(config: Config) -> None:
@@ -31,8 +34,10 @@ def check_launcher(config: Config) -> None:
 
 def run_here(config: Config, run: RunDir) -> ExitCode:
     """Work on ``run`` until it is done, interrupted or failed."""
-    console = Console()
+    # a pipe or a log has no width: paths in it are to be copied whole
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     if run.complete.exists():
+        console.print(f"{run.path} is complete")
         console.print(summary(run))
         return ExitCode.DONE
     slurm = config.cluster.launcher is Launcher.SLURM

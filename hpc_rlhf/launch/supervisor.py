@@ -44,7 +44,7 @@ from hpc_rlhf.run_dir import Attempt
 POLL_S = 0.05
 STOP_GRACE_S = 10.0  # from asking a step to stop to SIGKILL when an attempt ends
 KILL_WAIT_S = 10.0  # then the job's or the supervisor's own end takes what is left
-ENDING_S = TERM_GRACE_S + 5.0  # of the walltime, kept for ending the steps and for the requeue
+ENDING_S = STOP_GRACE_S + 5.0  # of the walltime, kept for ending the steps and for the requeue
 STOPPED_RESTART_DELAY_S = 10.0  # a replica that was asked to stop: the learner is about to be, too
 
 

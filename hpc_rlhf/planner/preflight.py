@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # The attention kernel of vLLM's CPU engine is built for these.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
 
 
 def check_settings(config: Config) -> None:
@@ -95,8 +95,8 @@ def check(config: Config) -> None:
 def _check_numbers(config: Config) -> None:
     if not _NAME.fullmatch(config.run.name):
         raise UserError(
-            f"run.name={config.run.name!r}: expected a plain directory name of letters, digits and "
-            "._=+-; run.root says where it is"
+            f"run.name={config.run.name!r}: expected a plain directory name of at most 100 "
+            "letters, digits and ._=+-; run.root says where it is"
         )
     positive = {
         "run.steps": config.run.steps,

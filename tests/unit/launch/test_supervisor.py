@@ -198,7 +198,7 @@ def test_peers_of_a_rank_that_stopped_on_request_are_waited_for(driver: Driver) 
 def test_learner_that_does_not_stop_is_ended_after_the_delay(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "TERM_GRACE_S", 1.0)
+    monkeypatch.setattr(supervisor, "STOP_GRACE_S", 1.0)
     attempt = Supervised(driver.plan(learners=1, signal_delay_s=1))
     driver.wait_started("learner-0")
     driver.do("learner-0", "deaf")
@@ -213,7 +213,7 @@ def test_learner_that_does_not_stop_is_ended_after_the_delay(
 def test_learner_is_not_waited_for_beyond_the_walltime(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "TERM_GRACE_S", 1.0)
+    monkeypatch.setattr(supervisor, "STOP_GRACE_S", 1.0)
     end = time.time() + supervisor.ENDING_S + 4
     monkeypatch.setattr(supervisor, "allocation_end", lambda _environ: end)
     attempt = Supervised(driver.plan(learners=1, signal_delay_s=600))
