@@ -60,7 +60,7 @@ def test_killed_learner_rank_ends_the_attempt_and_the_next_one_resumes(tmp_path:
         output, _ = process.communicate(timeout=60)
         assert time.monotonic() - killed < 30
         assert process.returncode == 1
-        message = output.splitlines()[-1]
+        message = next(line for line in output.splitlines() if "attempt 1 ends" in line)
         assert "learner rank 1 on " in message
         assert os.uname().nodename in message
         assert "SIGKILL" in message
