@@ -273,7 +273,7 @@ def test_a_sampler_that_dies_in_an_update_is_left_out(fleet: Fleet) -> None:
         stats = learner.transport.publish(learner.model, 80)
 
         pool.begin(requests(4, 80), 80)
-        os.kill(first, signal.SIGTERM)
+        os.kill(first, signal.SIGUSR2)
         with pytest.raises(WaitTimeout) as waited:
             pool.wait_event()
         with pytest.raises(ComponentError) as published:
