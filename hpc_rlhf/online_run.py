@@ -143,7 +143,7 @@ class OnlineRun:
                 self.transport.publish(self.trainer.model, self.completed)
         rollouts = None
         if rest is not None:
-            sampled = {(r.step, r.prompt.uid, r.sample_index): r for r in event.rollouts}
+            sampled = {rollout.key: rollout for rollout in event.rollouts}
             both = {**rest.finished, **sampled}
             rollouts = tuple(both[request.key] for request in requests)
         rollouts, self.next_cursor = self.control.broadcast((rollouts, cursor))

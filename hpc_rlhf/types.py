@@ -75,6 +75,11 @@ class Rollout:
     step: int
 
     @property
+    def key(self) -> tuple[int, str, int]:
+        """Names the sample within its run, as it does the request for it."""
+        return (self.step, self.prompt.uid, self.sample_index)
+
+    @property
     def token_ids(self) -> NDArray[np.int32]:
         """Prompt and completion, [P + T]."""
         return np.concatenate([self.prompt.token_ids, self.completion.token_ids])

@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_rlhf.run_dir import RunDir
+from tests.launch_driver import processes_of, wait_until
 
 COMMAND = Path(sys.executable).with_name("hpc-rlhf")
 START_TIMEOUT_S = 150  # imports of every process, on two busy cores
@@ -96,28 +96,6 @@ class Command:
         started = pattern.findall(log.read_text())
         return [int(pid) for pid in started[-1].split(",")]
 
-    def processes(self) -> list[int]:
-        """Every living process that works on this run."""
+    def processes(self) -> list[str]:
+        """Command lines of the processes of this run."""
         return processes_of(self.run_dir.path)
-
-
-def processes_of(run: Path) -> list[int]:
-    """Process ids whose command line or environment names the run directory; zombies not counted."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if str(run).encode() in command:
-            found.append(int(entry.name))
-    return found
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.1)

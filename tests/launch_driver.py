@@ -47,16 +47,20 @@ class Driver:
         return found
 
     def processes(self) -> list[str]:
-        """Command lines of the processes of this run, in any namespace of this machine."""
-        lines = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if str(self.run) in line and path.parent.name != str(os.getpid()):
-                lines.append(line)
-        return lines
+        return processes_of(self.run)
+
+
+def processes_of(run: Path) -> list[str]:
+    """Command lines of the processes of a run, in any namespace of this machine."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(run) in line and path.parent.name != str(os.getpid()):
+            lines.append(line)
+    return lines
 
 
 def is_alive(pid: int) -> bool:

@@ -33,7 +33,7 @@ def read(run: RunDir, step: int) -> dict[_Key, Rollout]:
     if not path.exists():
         return {}
     rollouts, _ = store.read_step(path)
-    return {_key(rollout): rollout for rollout in rollouts if rollout.step == step}
+    return {rollout.key: rollout for rollout in rollouts if rollout.step == step}
 
 
 def remove(run: RunDir) -> None:
@@ -78,7 +78,3 @@ def remainder(
 def _belongs(rollout: Rollout, request: SampleRequest, version: int) -> bool:
     versions = {span.version for span in rollout.completion.versions}
     return rollout.completion.seed == request.seed and versions <= {version}
-
-
-def _key(rollout: Rollout) -> _Key:
-    return (rollout.step, rollout.prompt.uid, rollout.sample_index)

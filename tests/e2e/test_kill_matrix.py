@@ -15,7 +15,8 @@ import pytest
 
 from hpc_rlhf.fs import read_json
 from tests.e2e_compare import assert_same
-from tests.e2e_driver import START_TIMEOUT_S, Command, wait_until
+from tests.e2e_driver import START_TIMEOUT_S, Command
+from tests.launch_driver import wait_until
 
 pytestmark = pytest.mark.engine
 

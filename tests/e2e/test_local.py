@@ -10,7 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.types import Phase
-from tests.e2e_driver import START_TIMEOUT_S, Command, wait_until
+from tests.e2e_driver import START_TIMEOUT_S, Command
+from tests.launch_driver import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 

@@ -8,7 +8,8 @@ import pytest
 
 from hpc_rlhf.launch.status import RunState, describe_run
 from hpc_rlhf.run_dir import RunDir
-from tests.e2e_driver import COMMAND, Command, processes_of, wait_until
+from tests.e2e_driver import COMMAND, Command
+from tests.launch_driver import processes_of, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
 
