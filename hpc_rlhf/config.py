@@ -247,6 +247,7 @@ class SyncConfig:
 class CheckpointConfig:
     every_steps: int = 10
     keep: int = 3  # newest ones; 0 keeps all
+    asynchronous: bool = True  # train on while it is written; costs its size in host memory
 
 
 @dataclass

@@ -33,10 +33,10 @@ def train(run: OnlineRun, timeline: Timeline) -> ExitCode:
             run.record(timeline.finish(step))
             if run.checkpoint_due(step):
                 with timeline.phase(step, Phase.CHECKPOINT):
-                    run.save()
+                    run.save(wait=False)
     except StopRequested:
         with timeline.phase(run.completed, Phase.CHECKPOINT):
-            run.save()
+            run.save(wait=True)
         return ExitCode.INTERRUPTED
     run.complete()
     return ExitCode.DONE

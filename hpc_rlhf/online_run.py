@@ -216,12 +216,19 @@ class OnlineRun:
     def checkpoint_due(self, step: int) -> bool:
         return step % self.checkpoint.every_steps == 0 or step == self.config.steps
 
-    def save(self) -> None:
-        """Save the last finished step, unless it is saved or is the beginning."""
+    def save(self, *, wait: bool) -> None:
+        """Save the last finished step, unless it is saved or is the beginning.
+
+        Args:
+            wait: until it is durable; else it may be written while training goes on.
+        """
         if self.completed in (0, self.saved):
+            if wait:
+                self.checkpoints.wait()
             return
         state = {"step": self.completed, "cursor": vars(self.cursor)}
-        self.checkpoints.save(self.completed, self.trainer, state)
+        wait = wait or not self.checkpoint.asynchronous
+        self.checkpoints.save(self.completed, self.trainer, state, wait=wait)
         self.saved = self.completed
 
     def stop_requested(self) -> bool:
@@ -239,12 +246,14 @@ class OnlineRun:
         """Export the policy as a Hugging Face directory and mark the run complete."""
         target = self.directory.path / "policy"
         export_hf(self.trainer.model, self.source, target)
+        self.checkpoints.wait()
         if self.control.is_coordinator:
             publish_json(self.directory.complete, {"step": self.completed, "policy": str(target)})
 
     def close(self) -> None:
         if self.coordinator is not None:
             self.coordinator.close()
+        self.checkpoints.close()
 
 
 def sample_requests(

@@ -3,11 +3,13 @@
 import errno
 import json
 import logging
+import os
 import random
 import resource
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,16 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from hpc_rlhf.checkpoint import manifest
+from hpc_rlhf.checkpoint import manifest, shards
 from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.config import AlgorithmConfig, KlConfig, OptimizerConfig, ParallelConfig, Schedule
-from hpc_rlhf.errors import ComponentError
+from hpc_rlhf.errors import ComponentError, WaitTimeout
 from hpc_rlhf.learner.algorithms import make_algorithm
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Experience
 from tests.distributed.learner_fixtures import experience, make_trainer, whole_tensors
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -331,8 +333,8 @@ def test_a_failed_save_fails_on_every_rank_and_leaves_nothing(
 ) -> None:
     """A full disk met by one rank: no rank waits for it, and no checkpoint seems to be there."""
     target = {
-        "common": "hpc_rlhf.checkpoint.manager._write_common",
-        "shards": "hpc_rlhf.checkpoint.manager.FileSystemWriter.write_data",
+        "common": "hpc_rlhf.checkpoint.shards._write_common",
+        "shards": "hpc_rlhf.checkpoint.shards.FileSystemWriter.write_data",
         "digests": "hpc_rlhf.checkpoint.manifest.describe",
         "state": "hpc_rlhf.checkpoint.manager.write_state",
     }[where]
@@ -353,6 +355,157 @@ def test_a_failed_save_fails_on_every_rank_and_leaves_nothing(
         assert "No space left on device" in message
         assert f"rank {failing_rank}" in message
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def _hold_writers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writers of this rank begin when the event is set."""
+    go, write = threading.Event(), shards.write_shards
+
+    def held(*args: Any) -> None:
+        assert go.wait(60)
+        write(*args)
+
+    monkeypatch.setattr("hpc_rlhf.checkpoint.manager.write_shards", held)
+    return go
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_on_while_it_is_written(
+    directory: Path,
+    batch: Experience,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+) -> None:
+    """Two updates, and only then it is written: it holds the state that it was called with."""
+
+    def saves() -> tuple[Any, ...]:
+        go = _hold_writers(monkeypatch)
+        trainer = _trainer(directory, ParallelConfig(), dtype=dtype)
+        _seed_streams()
+        _learn(trainer, batch, 1)
+        state = {"step": 1, "cursor": {"position": 4}}
+        manager = CheckpointManager(RunDir(tmp_path), keep=0)
+        before = _bits(trainer)
+        manager.save(1, trainer, state, wait=False)
+        state["cursor"]["position"] = 5
+        course = _learn(trainer, batch, 2), _bits(trainer), _draws()
+        assert course[1] != before
+        with pytest.raises(WaitTimeout, match="step_1 is still being written"):
+            manager.wait(0.01)
+        assert manifest.steps(tmp_path / "checkpoints") == []
+        go.set()
+        manager.wait()
+        assert manager.latest(verify=True) == 1
+        return course
+
+    def loads() -> tuple[Any, ...]:
+        trainer = _trainer(directory, ParallelConfig(), dtype=dtype)
+        state = CheckpointManager(RunDir(tmp_path), keep=0).load(1, trainer)
+        assert state == {"step": 1, "cursor": {"position": 4}}
+        return _learn(trainer, batch, 2), _bits(trainer), _draws()
+
+    expected, found = run_ranks(saves, 2), run_ranks(loads, 2)
+    for rank in range(2):
+        assert found[rank] == expected[rank], f"rank {rank}"
+
+
+def test_one_save_at_a_time_and_buffers_are_used_again(
+    directory: Path, batch: Experience, tmp_path: Path
+) -> None:
+    """Three saves in a row, an update before each: every one holds its own step's weights."""
+
+    def saves() -> list[dict[str, torch.Tensor]]:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        manager = CheckpointManager(RunDir(tmp_path), keep=0)
+        weights = []
+        for step in (1, 2, 3):
+            _learn(trainer, batch, 1)
+            manager.save(step, trainer, {}, wait=False)
+            assert manifest.steps(tmp_path / "checkpoints")[: step - 1] == [*range(step - 1, 0, -1)]
+            weights.append(whole_tensors(trainer.model))
+        manager.close(60)
+        return weights
+
+    def loads() -> list[dict[str, torch.Tensor]]:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        manager = CheckpointManager(RunDir(tmp_path), keep=0)
+        assert manager.latest(verify=True) == 3
+        weights = []
+        for step in (1, 2, 3):
+            manager.load(step, trainer, verify=True)
+            weights.append(whole_tensors(trainer.model))
+        return weights
+
+    expected, found = run_ranks(saves, 2)[0], run_ranks(loads, 2)[0]
+    for before, now in zip(expected, found, strict=True):
+        assert all(torch.equal(before[name], now[name]) for name in before)
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_call_on_every_rank(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def saves() -> str:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        manager = CheckpointManager(RunDir(tmp_path), keep=0, timeout_s=30)
+        manager.save(1, trainer, {}, wait=False)
+        manager.wait()
+        with monkeypatch.context() as patch:
+            if torch.distributed.get_rank() == 1:
+                patch.setattr(manifest, "describe", full)
+            manager.save(2, trainer, {}, wait=False)
+            with pytest.raises(ComponentError) as raised:
+                manager.save(3, trainer, {}, wait=False)
+        manager.save(4, trainer, {}, wait=False)  # told once
+        assert manager.latest() == 4
+        return str(raised.value)
+
+    for message in run_ranks(saves, 2, timeout_s=60):
+        assert "save step 2: describe files: learner rank 1: cannot write" in message
+        assert "ENOSPC" in message
+    assert manifest.steps(tmp_path / "checkpoints") == [4, 1]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("where", "victim"), [("shards", 0), ("shards", 1), ("digests", 1), ("manifest", 0)]
+)
+def test_killed_while_it_is_written_the_one_before_is_the_newest(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, victim: int
+) -> None:
+    target = {
+        "shards": "hpc_rlhf.checkpoint.shards.FileSystemWriter.write_data",
+        "digests": "hpc_rlhf.checkpoint.manifest.describe",
+        "manifest": "hpc_rlhf.checkpoint.manifest.publish_manifest",
+    }[where]
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def saves() -> None:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        manager = CheckpointManager(RunDir(tmp_path), keep=1, attempt=1, timeout_s=30)
+        manager.save(1, trainer, {"step": 1})
+        if torch.distributed.get_rank() == victim:
+            monkeypatch.setattr(target, die)
+        manager.save(2, trainer, {"step": 2}, wait=False)
+        manager.wait()
+
+    def resumes() -> int | None:
+        trainer = _trainer(directory, ParallelConfig(tensor=2))
+        manager = CheckpointManager(RunDir(tmp_path), keep=1, attempt=2)
+        assert manager.latest(verify=True) == 1
+        assert manager.load(1, trainer) == {"step": 1}
+        manager.save(2, trainer, {"step": 2})
+        return manager.latest(verify=True)
+
+    with pytest.raises(RankError):
+        run_ranks(saves, 2, timeout_s=60)
+    assert run_ranks(resumes, 2) == [2, 2]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
 
 
 @pytest.fixture
