@@ -37,9 +37,6 @@ from hpc_rlhf.checkpoint.agreement import Agreement
 from hpc_rlhf.fs import publish, system_error
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
-# Megatron gathers the optimizer's state into tensors of its own (fully_reshardable): no copy of it
-# is needed. Everything else is copied, as it may be what training goes on to change.
-_ALREADY_COPIED = "optimizer.state."
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class Stager:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
         for key, shards in by_key.items():
             for index, shard in enumerate(shards):
-                if isinstance(shard, ShardedTensor) and not key.startswith(_ALREADY_COPIED):
+                if isinstance(shard, ShardedTensor):
                     shard.data = self._copy((key, index), shard.data)
         content = io.BytesIO()
         torch.save(common, content)

@@ -23,6 +23,7 @@ from torch.optim.adam import adam
 
 from hpc_rlhf.config import OptimizerConfig
 from hpc_rlhf.errors import UserError
+from hpc_rlhf.learner.optimizer_shards import optimizer_shards
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -190,12 +191,17 @@ class PolicyOptimizer:
         Args:
             model_state: the model's own sharded state dict, of the very parameters (keep_vars).
         """
-        return {
-            "adam": self._optimizer.sharded_state_dict(
-                model_state, is_loading=is_loading, metadata=metadata
-            ),
-            "num_steps": self.num_steps,
-        }
+        if is_loading:
+            adam = self._optimizer.sharded_state_dict(
+                model_state, is_loading=True, metadata=metadata
+            )
+        else:
+            adam = {
+                **self._optimizer.state_dict(),
+                "param_state": optimizer_shards(self._optimizer, model_state),
+                "param_state_sharding_type": metadata["distrib_optim_sharding_type"],
+            }
+        return {"adam": adam, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`sharded_state_dict` described. The schedule is the configured one."""

@@ -267,7 +267,11 @@ def test_bfloat16_steps_accumulate_in_float32_master_weights(
 
     def masters(trainer: Trainer) -> dict[Any, torch.Tensor]:
         state = trainer.sharded_state_dict(is_loading=False)["optimizer"]["adam"]["param_state"]
-        return {index: tensors["param"].data.clone() for index, tensors in state.items()}
+        return {
+            (index, number): piece.data.clone()
+            for index, tensors in state.items()
+            for number, piece in enumerate(tensors["param"])
+        }
 
     def moved(now: dict[Any, torch.Tensor], before: dict[Any, torch.Tensor]) -> float:
         """Fraction of numbers that changed."""
