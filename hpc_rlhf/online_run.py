@@ -14,7 +14,8 @@ import numpy as np
 
 from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.cluster.control import ControlGroup
-from hpc_rlhf.cluster.signals import StopFlag
+from hpc_rlhf.cluster.stopping import SavePoints
+from hpc_rlhf.cluster.walltime import WalltimeGuard
 from hpc_rlhf.config import CheckpointConfig, RunConfig, SamplingConfig
 from hpc_rlhf.data.prompts import PromptCursor, PromptDataset
 from hpc_rlhf.fs import publish_json
@@ -28,7 +29,7 @@ from hpc_rlhf.rollout.sampler import Done, Joined, SampleRequest, SamplerPool
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.scoring.verifiers import VerifierPool
 from hpc_rlhf.sync.collective import CollectiveTransport
-from hpc_rlhf.types import Experience, Prompt, Rollout, Scores, sample_seed
+from hpc_rlhf.types import Experience, Phase, Prompt, Rollout, Scores, sample_seed
 
 # How often the ranks look at each other while the samplers work: how soon a stop is seen.
 TICK_S = 1.0
@@ -37,7 +38,7 @@ INTERRUPT_TIMEOUT_S = 10.0
 
 
 class StopRequested(Exception):
-    """All ranks agreed to stop at this save point; what was sampled is on disk."""
+    """All ranks agreed to stop at this save point, whatever for; what was sampled is on disk."""
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Coordinator:
     pool: SamplerPool
     verifiers: VerifierPool
     metrics: MetricsWriter
+    walltime: WalltimeGuard
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def close(self) -> None:
@@ -72,7 +74,7 @@ class OnlineRun:
     transport: CollectiveTransport
     checkpoints: CheckpointManager
     control: ControlGroup
-    flag: StopFlag
+    save_points: SavePoints
     source: Path  # the Hugging Face directory that configuration and tokenizer come from
     coordinator: Coordinator | None
     completed: int = 0  # finished steps; the policy version, too
@@ -108,9 +110,9 @@ class OnlineRun:
         """Sample the step's batch under the current weights, what an earlier attempt left included.
 
         Raises:
-            StopRequested: a stop was asked for; finished and unfinished samples are on disk.
+            StopRequested: finished and unfinished samples are on disk.
         """
-        if self.stop_requested():
+        if self.save_points.stop_before():
             raise StopRequested
         self.stats = {}
         rest = cursor = None
@@ -137,7 +139,7 @@ class OnlineRun:
             event = self.control.broadcast(event)
             if isinstance(event, Done):
                 break
-            if self.stop_requested():
+            if self.save_points.stop_before():
                 self._leave(rest)
             if isinstance(event, Joined):  # a replica was started again: weights before any work
                 self.transport.publish(self.trainer.model, self.completed)
@@ -178,12 +180,9 @@ class OnlineRun:
         The verifiers work in their own processes while the learner sweeps.
 
         Raises:
-            StopRequested: a stop was asked for; the samples are on disk.
+            StopRequested: the samples are on disk.
         """
-        if self.stop_requested():
-            if self.coordinator is not None:
-                spill.write(self.directory, rollouts)
-            raise StopRequested
+        self._stop_with(rollouts)
         scoring = None
         if self.coordinator is not None:
             scoring = self.coordinator.thread.submit(self.coordinator.verifiers.score, rollouts)
@@ -192,6 +191,8 @@ class OnlineRun:
         scores: Scores | None = None
         if self.coordinator is not None and scoring is not None:
             scores = scoring.result()
+        self._stop_with(rollouts, Phase.TRAIN, Phase.SYNC)
+        if scores is not None:
             path = self.directory.rollouts / f"step_{rollouts[0].step}.h5"
             store.write_step(path, rollouts, scores)
             spill.remove(self.directory)
@@ -205,6 +206,13 @@ class OnlineRun:
             old_logprobs=tuple(old[i] for i in kept),
             ref_logprobs=tuple(ref[i] for i in kept) if ref else None,
         )
+
+    def _stop_with(self, rollouts: tuple[Rollout, ...], *before: Phase) -> None:
+        """If it is time to stop, leave the finished samples of a step to the next attempt."""
+        if self.save_points.stop_before(*before):
+            if self.coordinator is not None:
+                spill.write(self.directory, rollouts)
+            raise StopRequested
 
     def update(self, experience: Experience) -> None:
         """Learn from the experience; the weights become the next policy version."""
@@ -231,16 +239,13 @@ class OnlineRun:
         self.checkpoints.save(self.completed, self.trainer, state, wait=wait)
         self.saved = self.completed
 
-    def stop_requested(self) -> bool:
-        """Whether any rank was asked to stop; all ranks agree."""
-        return self.control.any(self.flag.requested)
-
     def record(self, times: StepTimes) -> None:
         """Append the step's metrics, once per step whatever was resumed."""
         if self.coordinator is None:
             return
         record: dict[str, Any] = {**self.stats, **times.as_metrics()}
         self.coordinator.metrics.write(self.completed, self.attempt, record)
+        self.coordinator.walltime.observe(record)
 
     def complete(self) -> None:
         """Export the policy as a Hugging Face directory and mark the run complete."""

@@ -38,6 +38,11 @@ class Attempt:
         return self.path / "progress.json"
 
     @property
+    def stop(self) -> Path:
+        """Why the coordinator asked for the end of the attempt, if nothing else had asked for it."""
+        return self.path / "stop.json"
+
+    @property
     def started(self) -> Path:
         """Where and when the attempt began, published by the supervisor."""
         return self.path / "started.json"

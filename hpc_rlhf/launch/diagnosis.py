@@ -2,12 +2,13 @@
 
 import json
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_rlhf.errors import ExitCode
-from hpc_rlhf.fs import read_json
+from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.launch.steps import StepExit, TaskDeath
 from hpc_rlhf.run_dir import Attempt
 
@@ -60,6 +61,17 @@ class Diagnosis:
 def read_progress(attempt: Attempt) -> Progress:
     value = _read_optional(attempt.progress)
     return Progress(value.get("step"), value.get("phase")) if value else Progress()
+
+
+def announce_stop(attempt: Attempt, reason: str) -> None:
+    """Say why the learner is about to stop by itself."""
+    publish_json(attempt.stop, {"reason": reason, "time": time.time()})
+
+
+def read_stop(attempt: Attempt) -> str | None:
+    """Why the learner stopped by itself, None if it did not."""
+    value = _read_optional(attempt.stop)
+    return str(value["reason"]) if value else None
 
 
 def failure_path(attempt: Attempt, component: str, rank: int) -> Path:

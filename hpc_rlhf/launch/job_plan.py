@@ -142,6 +142,12 @@ def plan_job(config: Config, run_dir: Path) -> JobPlan:
         raise UserError(f"cluster.time_min={cluster.time_min}: must be at least 1 minute")
     if cluster.signal_delay_s < 0:
         raise UserError(f"cluster.signal_delay_s={cluster.signal_delay_s}: must not be negative")
+    if cluster.signal_delay_s >= 60 * cluster.time_min:
+        raise UserError(
+            f"cluster.signal_delay_s={cluster.signal_delay_s}: so long before the end of "
+            f"cluster.time_min={cluster.time_min} the job would be asked to stop at its start; it must "
+            "hold a save, and leave the rest to the run"
+        )
     if config.run.max_attempts_without_progress < 1:
         raise UserError(
             f"run.max_attempts_without_progress={config.run.max_attempts_without_progress}: "

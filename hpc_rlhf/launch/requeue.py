@@ -96,9 +96,15 @@ def check_chain(plan: JobPlan, chain: Chain) -> Diagnosis | None:
 
 def _stalled_reason(plan: JobPlan, stalled: int, ending: Diagnosis | None) -> str:
     last = f"; the last one: {ending.reason}" if ending else ""
+    short = ""
+    if ending is not None and ending.exit_code is ExitCode.INTERRUPTED:
+        short = (
+            "An allocation must hold the set-up and at least one step: raise cluster.time_min "
+            f"({plan.time_min}) if it does not. "
+        )
     return (
         f"{stalled} attempts in a row made no progress beyond step {progress(plan.run)}, and "
-        f"run.max_attempts_without_progress={plan.max_attempts_without_progress}{last}. "
+        f"run.max_attempts_without_progress={plan.max_attempts_without_progress}{last}. {short}"
         "Submit it again when the cause is removed"
     )
 

@@ -26,6 +26,7 @@ from hpc_rlhf.launch.diagnosis import (
     failure_path,
     read_failures,
     read_progress,
+    read_stop,
 )
 from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan
 from hpc_rlhf.launch.requeue import (
@@ -316,7 +317,8 @@ class _Supervisor:
         if ended.returncode == 0:
             return Diagnosis(f"{name} completed", ExitCode.DONE, component=name, step=progress.step)
         records = read_failures(self._attempt, name)
-        ending = diagnose(name, ended, records, progress, asked_by=self._flag.reason)
+        asked_by = read_stop(self._attempt) or self._flag.reason
+        ending = diagnose(name, ended, records, progress, asked_by=asked_by)
         if ending.exit_code is ExitCode.FAILED and not records and ending.rank is not None:
             log = self._attempt.log(name, ending.rank)
             return replace(ending, reason=f"{ending.reason}; see {log}")

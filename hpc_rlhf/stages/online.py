@@ -14,11 +14,15 @@ from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.rendezvous import join_learner_world
 from hpc_rlhf.cluster.signals import DEFAULT_SIGNALS, StopFlag
+from hpc_rlhf.cluster.stopping import SavePoints
+from hpc_rlhf.cluster.walltime import Deadline, WalltimeGuard
 from hpc_rlhf.cluster.world import World
 from hpc_rlhf.config import Config, ModelConfig, Recompute
 from hpc_rlhf.data.chat import eos_token_ids, load_tokenizer
 from hpc_rlhf.data.prompts import PromptDataset
 from hpc_rlhf.errors import ExitCode
+from hpc_rlhf.fs import read_json
+from hpc_rlhf.launch.diagnosis import announce_stop
 from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.learner.algorithms import make_algorithm
 from hpc_rlhf.learner.trainer import Trainer
@@ -31,7 +35,7 @@ from hpc_rlhf.models.megatron import (
     initialize_model_parallel,
     load_hf,
 )
-from hpc_rlhf.observe.metrics import MetricsWriter
+from hpc_rlhf.observe.metrics import MetricsWriter, read_metrics
 from hpc_rlhf.observe.timeline import Timeline
 from hpc_rlhf.online_run import Coordinator, OnlineRun
 from hpc_rlhf.rollout.sampler import SamplerPool
@@ -127,7 +131,12 @@ def _build(
         ),
         checkpoints=CheckpointManager(run, config.checkpoint.keep, attempt=attempt.number),
         control=control,
-        flag=flag,
+        save_points=SavePoints(
+            flag,
+            control,
+            coordinator.walltime if coordinator else None,
+            lambda reason: announce_stop(attempt, reason),
+        ),
         source=Path(config.model.path),
         coordinator=coordinator,
     )
@@ -177,4 +186,5 @@ def _coordinate(
         pool=pool,
         verifiers=make_verifier(config.reward, tokenizer),
         metrics=MetricsWriter(run),
+        walltime=WalltimeGuard(Deadline(read_json(attempt.started)["end_time"]), read_metrics(run)),
     )
