@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{EXIT_CODES}\n\nexamples:\n"
         "  hpc-rlhf run experiment=quickstart                   the whole loop on this machine\n"
         "  hpc-rlhf submit experiment=quickstart cluster=slurm  the same as a heterogeneous job\n"
-        "  hpc-rlhf status quickstart                           what a run is doing\n"
+        "  hpc-rlhf status quickstart-local                     what a run is doing\n"
         "  hpc-rlhf verify quickstart                           is all of it still whole",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

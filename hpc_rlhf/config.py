@@ -264,6 +264,7 @@ class ComponentResources:
 
 @dataclass
 class ClusterConfig:
+    name: str = "local"  # of this profile
     launcher: Launcher = Launcher.LOCAL
     het: Het = Het.JOB
     learner: ComponentResources = field(default_factory=ComponentResources)

@@ -72,7 +72,7 @@ def test_hand_written_script_completes(tmp_path: Path, slurm_cluster: object) ->
     command = Command(tmp_path, overrides=STEPS)
     script = Path("slurm/online_het.sbatch").read_text()
     prefix, _, overrides = script.rpartition("exec hpc-rlhf run ")
-    assert overrides.split() == ["experiment=quickstart", "cluster=slurm"]
+    assert overrides.split() == ["experiment=quickstart", "cluster=slurm", "run.name=online_het"]
     arguments = " ".join(command.arguments("cluster=slurm"))
     (tmp_path / "job.sbatch").write_text(f"{prefix}exec {COMMAND} run {arguments}\n")
     done = subprocess.run(

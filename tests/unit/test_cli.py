@@ -47,7 +47,8 @@ def test_scripts_for_sbatch_by_hand_are_what_the_code_renders(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["submit", "--script", "experiment=quickstart", f"cluster={cluster}"]) == 0
+    overrides = ["experiment=quickstart", f"cluster={cluster}", f"run.name={name}"]
+    assert main(["submit", "--script", *overrides]) == 0
     text = (REPOSITORY / f"slurm/{name}.sbatch").read_text()
     assert capsys.readouterr().out == text
 
