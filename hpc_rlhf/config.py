@@ -45,8 +45,18 @@ class Recompute(Choice):
 
 
 class AlgorithmName(Choice):
+    """How rewards become advantages; what else an algorithm is known for has a field of its own."""
+
     GRPO = "grpo"
     RLOO = "rloo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+
+
+class Ratio(Choice):
+    """What is clipped in the surrogate: the new over the old probability of ..."""
+
+    TOKEN = "token"  # each token: PPO, GRPO
+    SEQUENCE = "sequence"  # the completion, to the power of 1 / its length: GSPO
 
 
 class LossMean(Choice):
@@ -68,6 +78,21 @@ class KlEstimator(Choice):
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+
+
+class Proximal(Choice):
+    """The old policy of the surrogate's ratio."""
+
+    LEARNER = "learner"  # recomputed by the learner before the update: decoupled PPO
+    SAMPLER = "sampler"  # the behaviour policy itself, as the sampler reported it
+
+
+class ImportanceWeight(Choice):
+    """Truncated importance weight from the behaviour policy (sampler) to the proximal one (learner)."""
+
+    NONE = "none"
+    TOKEN = "token"  # min(ratio of the token, cap)
+    SEQUENCE = "sequence"  # min(ratio of the completion, cap), for each of its tokens
 
 
 class PromptFormat(Choice):
@@ -157,20 +182,53 @@ class KlConfig:
     coef: float = 0.0  # 0: no reference model is held
     placement: KlPlacement = KlPlacement.LOSS
     estimator: KlEstimator = KlEstimator.K3
+    target: float | None = None  # nats a completion: coef is where an adaptive coefficient starts
+    gain: float = 0.1  # of the adaptive coefficient
+
+
+@dataclass
+class OverlongConfig:
+    """What becomes of completions that are cut, or nearly so, at sampling.max_new_tokens."""
+
+    buffer_fraction: float = 0.0  # the last part of max_new_tokens, over which the reward falls
+    penalty: float = 1.0  # by how much, at max_new_tokens
+    drop_truncated: bool = False  # learn nothing from completions that were cut
+
+
+@dataclass
+class OffPolicyConfig:
+    """Correction for samples whose policy (the sampler's) is not the learner's.
+
+    Bounds are ``[low, high]`` of the ratio learner / sampler; what is outside is not learned from.
+    """
+
+    proximal: Proximal = Proximal.LEARNER
+    weight: ImportanceWeight = ImportanceWeight.NONE
+    weight_cap: float = 2.0
+    token_bounds: list[float] | None = None  # of a token's ratio
+    sequence_bounds: list[float] | None = None  # of the product over a completion
+    geometric_bounds: list[float] | None = None  # of the geometric mean over a completion
+    warn_kl: float = 0.1  # nats a token, KL(sampler || learner), above which a step warns
+    stop_kl: float | None = None  # above which the attempt ends before it learns
 
 
 @dataclass
 class AlgorithmConfig:
     name: AlgorithmName = AlgorithmName.GRPO
+    ratio: Ratio = Ratio.TOKEN
     clip_low: float = 0.2  # ratio clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
     normalize_std: bool = (
         True  # GRPO: divide group-centred rewards by the group's standard deviation
     )
+    group_baseline: bool = False  # REINFORCE++: subtract the mean reward of the group first
     loss_mean: LossMean = LossMean.SEQUENCE
     epochs: int = 1  # passes over one batch of rollouts
     mini_batches: int = 1  # optimizer steps per pass
+    entropy_coef: float = 0.0  # of the entropy bonus
     kl: KlConfig = field(default_factory=KlConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
 
 
 @dataclass

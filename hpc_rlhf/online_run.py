@@ -4,9 +4,10 @@ Every method is collective over the learner. What only the coordinator (learner 
 (prompts, samplers, verifiers, files) is in :class:`Coordinator`; the other ranks have None there.
 """
 
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,10 +17,14 @@ from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.stopping import SavePoints
 from hpc_rlhf.cluster.walltime import WalltimeGuard
-from hpc_rlhf.config import CheckpointConfig, RunConfig, SamplingConfig
+from hpc_rlhf.config import CheckpointConfig, OffPolicyConfig, RunConfig, SamplingConfig
 from hpc_rlhf.data.prompts import PromptCursor, PromptDataset
+from hpc_rlhf.errors import ComponentError
 from hpc_rlhf.fs import publish_json
+from hpc_rlhf.learner import off_policy
 from hpc_rlhf.learner.algorithms import Algorithm
+from hpc_rlhf.learner.kl_control import KlController
+from hpc_rlhf.learner.stats import sequence_kl
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.megatron import PolicyModel, export_hf
 from hpc_rlhf.observe.metrics import MetricsWriter
@@ -30,6 +35,8 @@ from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.scoring.verifiers import VerifierPool
 from hpc_rlhf.sync.collective import CollectiveTransport
 from hpc_rlhf.types import Experience, Phase, Prompt, Rollout, Scores, sample_seed
+
+logger = logging.getLogger(__name__)
 
 # How often the ranks look at each other while the samplers work: how soon a stop is seen.
 TICK_S = 1.0
@@ -69,6 +76,8 @@ class OnlineRun:
     sampling: SamplingConfig
     checkpoint: CheckpointConfig
     algorithm: Algorithm
+    kl: KlController  # of the step under way
+    off_policy: OffPolicyConfig
     trainer: Trainer
     reference: PolicyModel | None
     transport: CollectiveTransport
@@ -94,6 +103,7 @@ class OnlineRun:
             state = self.checkpoints.load(step, self.trainer)
             self.completed = self.saved = state["step"]
             self.cursor = PromptCursor(**state["cursor"])
+            self.kl = replace(self.kl, coef=state["kl_coef"])
         if self.coordinator is not None:
             self.coordinator.metrics.truncate(self.completed)
 
@@ -200,12 +210,30 @@ class OnlineRun:
         assert scores is not None
         self.stats |= rollout_stats(rollouts, scores)
         kept = [i for i in range(len(rollouts)) if i not in scores.excluded]
-        return Experience(
+        experience = Experience(
             rollouts=tuple(rollouts[i] for i in kept),
             rewards=scores.rewards[kept],
             old_logprobs=tuple(old[i] for i in kept),
             ref_logprobs=tuple(ref[i] for i in kept) if ref else None,
         )
+        self._watch_mismatch(experience)
+        return experience
+
+    def _watch_mismatch(self, experience: Experience) -> None:
+        """Measure how far the samplers are from the learner, and raise the alarm if it is far.
+
+        Raises:
+            ComponentError: beyond ``algorithm.off_policy.stop_kl``.
+        """
+        mismatch = off_policy.measure(experience)
+        warn, stop = self.off_policy.warn_kl, self.off_policy.stop_kl
+        self.stats |= {**mismatch.as_metrics(), "sampler_alarm": float(mismatch.kl > warn)}
+        if stop is not None and mismatch.kl > stop:
+            what = off_policy.alarm(mismatch, stop, self.off_policy)
+            raise ComponentError(f"learner: step {self.completed + 1}: {what}")
+        if mismatch.kl > warn and self.control.is_coordinator:
+            what = off_policy.alarm(mismatch, warn, self.off_policy)
+            logger.warning("step %d: %s", self.completed + 1, what)
 
     def _stop_with(self, rollouts: tuple[Rollout, ...], *before: Phase) -> None:
         """If it is time to stop, leave the finished samples of a step to the next attempt."""
@@ -216,7 +244,12 @@ class OnlineRun:
 
     def update(self, experience: Experience) -> None:
         """Learn from the experience; the weights become the next policy version."""
-        self.stats |= self.trainer.update(self.algorithm, experience)
+        algorithm = self.algorithm.with_kl_coef(self.kl.coef)
+        self.stats |= self.trainer.update(algorithm, experience)
+        kl = sequence_kl(experience)
+        if kl is not None:
+            self.stats |= {"kl_sequence": kl, "kl_coef": self.kl.coef}
+            self.kl = self.kl.after(kl)
         self.completed += 1
         assert self.next_cursor is not None
         self.cursor = self.next_cursor
@@ -234,7 +267,11 @@ class OnlineRun:
             if wait:
                 self.checkpoints.wait()
             return
-        state = {"step": self.completed, "cursor": vars(self.cursor)}
+        state = {
+            "step": self.completed,
+            "cursor": vars(self.cursor),
+            "kl_coef": self.kl.coef,
+        }
         wait = wait or not self.checkpoint.asynchronous
         self.checkpoints.save(self.completed, self.trainer, state, wait=wait)
         self.saved = self.completed

@@ -1,9 +1,14 @@
-"""Group-relative advantages: rewards of N samples and their groups -> one number per sample."""
+"""Rewards -> advantages: a number a sample from its group, or a number a token. Pure functions."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 STD_EPS = 1e-4  # as in TRL; keeps nearly equal rewards from becoming large advantages
+VARIANCE_EPS = 1e-8  # of whitening, as in OpenRLHF and TRL's PPO
+
+Ragged = tuple[NDArray[np.float32], ...]  # N x [T_i], a number of every completion token
 
 
 def grpo(
@@ -42,6 +47,58 @@ def rloo(rewards: NDArray[np.floating], groups: NDArray[np.integer]) -> NDArray[
     centred, counts, inverse = _centre(rewards, groups)
     scale = counts / np.maximum(counts - 1, 1)
     return (centred * scale[inverse]).astype(np.float32)
+
+
+def reinforce_plus_plus(
+    rewards: NDArray[np.floating],
+    penalties: Sequence[NDArray[np.floating]],
+    groups: NDArray[np.integer],
+    *,
+    group_baseline: bool,
+) -> Ragged:
+    """REINFORCE++: the rest of the penalised return, whitened over all tokens of the global batch.
+
+    Hu et al., arXiv:2501.03262, eqs. 8 to 10: ``A_t = r - sum over i >= t of beta KL(i)``, less the
+    batch's mean and over its standard deviation. With ``group_baseline`` ("REINFORCE++ w/
+    baseline") the group's mean reward is subtracted from ``r`` first.
+
+    Args:
+        rewards: [N], of whole completions.
+        penalties: N x [T_i], what is subtracted from the reward at each token (beta KL).
+        groups: [N], equal for samples of one prompt.
+    """
+    r = np.asarray(rewards, np.float64)
+    if group_baseline:
+        r = _centre(r, groups)[0]
+    returns = [
+        r_i - np.cumsum(np.asarray(p, np.float64)[::-1])[::-1]
+        for r_i, p in zip(r, penalties, strict=True)
+    ]
+    return whiten(returns)
+
+
+def whiten(values: Sequence[NDArray[np.floating]]) -> Ragged:
+    """``(x - mean) / sqrt(variance + 1e-8)`` over all tokens of all sequences.
+
+    The population's variance (division by n). All zeros where all values are equal.
+    """
+    lengths = [len(v) for v in values]
+    flat = np.concatenate([*values, np.zeros(0)]).astype(np.float64)
+    if len(flat) == 0 or flat.min() == flat.max():
+        flat = np.zeros_like(flat)
+    else:
+        flat = (flat - flat.mean()) / np.sqrt(flat.var() + VARIANCE_EPS)
+    return split(flat.astype(np.float32), lengths)
+
+
+def spread(per_sample: NDArray[np.floating], lengths: Sequence[int]) -> Ragged:
+    """The sample's number on each of its tokens."""
+    return tuple(np.full(n, a, np.float32) for n, a in zip(lengths, per_sample, strict=True))
+
+
+def split(flat: NDArray[np.float32], lengths: Sequence[int]) -> Ragged:
+    """Undo a concatenation of sequences of ``lengths``."""
+    return tuple(np.split(flat, np.cumsum(lengths)[:-1])) if len(lengths) else ()
 
 
 def _centre(

@@ -21,7 +21,7 @@ class PolicyLoss:
     """Clipped surrogate of every token; zeros (ratio: ones) where the mask is False."""
 
     loss: Tensor  # float32 [T]
-    ratio: Tensor  # float32 [T], new over old probability
+    ratio: Tensor  # float32 [T], new over old probability, of the token or of its sequence
     clipped: Tensor  # bool [T], tokens whose gradient the clipping removed
 
 
@@ -65,21 +65,27 @@ def policy_loss(
     mask: Tensor,
     clip_low: float,
     clip_high: float,
+    *,
+    cu_seqlens: Tensor | None = None,
 ) -> PolicyLoss:
     """PPO's clipped surrogate, negated: ``-min(r A, clip(r, 1 - low, 1 + high) A)``.
 
-    Schulman et al., arXiv:1707.06347, eq. 7, with DAPO's separate upper bound. The gradient flows
-    through ``log_probs`` only.
+    Schulman et al., arXiv:1707.06347, eq. 7, with DAPO's separate upper bound (arXiv:2503.14476,
+    eq. 10). The gradient flows through ``log_probs`` only.
 
     Args:
         log_probs: [T] of the policy being trained.
         old_log_probs: [T] of the policy before this update.
         advantages: [T].
         mask: bool [T].
+        cu_seqlens: bounds of the sequences; if given, r is the sequence's ratio, see
+            :func:`sequence_log_ratios`, else the token's.
     """
     # Where before exp: garbage on masked positions must reach neither the loss nor, as 0 * inf, the
     # gradient.
     log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)
+    if cu_seqlens is not None:
+        log_ratio = sequence_log_ratios(log_ratio, mask, cu_seqlens)
     advantages = torch.where(mask, advantages, 0.0)
     ratio = log_ratio.exp()
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -88,6 +94,27 @@ def policy_loss(
         (ratio > 1.0 + clip_high) & (advantages > 0)
     )
     return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=clipped)
+
+
+def sequence_log_ratios(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Log of GSPO's sequence-level ratio on every token [T], 0 where the mask is False.
+
+    In value the mean of the sequence's token log-ratios (Zheng et al., arXiv:2507.18071, eq. 7); in
+    gradient the token's own (GSPO-token, eq. 14). With one advantage a sequence and
+    ``LossMean.SEQUENCE`` the gradient is GSPO's (eq. 5), and it is defined for any other.
+
+    Args:
+        log_ratio: [T], 0 where the mask is False.
+        mask: bool [T].
+        cu_seqlens: [S + 1], from 0 to T, on the CPU.
+    """
+    lengths = cu_seqlens.diff().to(log_ratio.device)
+    # In float64, so that the mean does not depend on where in a micro-batch a sequence lies.
+    values = torch.stack((log_ratio.detach().double(), mask.double()), dim=1)
+    sums = torch.segment_reduce(values, "sum", lengths=lengths, axis=0)
+    means = (sums[:, 0] / sums[:, 1].clamp(min=1.0)).to(log_ratio.dtype)
+    spread = means.repeat_interleave(lengths, output_size=len(log_ratio))
+    return torch.where(mask, spread + (log_ratio - log_ratio.detach()), 0.0)
 
 
 def kl_penalty(

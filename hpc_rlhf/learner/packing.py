@@ -88,11 +88,16 @@ class MicroBatch:
 def completion_item(
     prompt: NDArray[np.integer],
     completion: NDArray[np.integer],
+    *,
+    learned: NDArray[np.bool_] | None = None,
     **completion_fields: NDArray[np.float32],
 ) -> PackItem:
     """Item of a prompt [P] and its completion [C]; ``completion_fields`` are [C] each.
 
     The last token is predicted but never read, so the item has P + C - 1 positions.
+
+    Args:
+        learned: bool [C], the tokens to learn from; default: all of the completion.
 
     Raises:
         ValueError: the prompt is empty (no position predicts the first completion token).
@@ -100,11 +105,12 @@ def completion_item(
     if len(prompt) == 0:
         raise ValueError("an empty prompt has no position that predicts the first completion token")
     ids = np.concatenate([prompt, completion]).astype(np.int64)
+    start = len(prompt) - 1
     mask = np.zeros(len(ids) - 1, np.bool_)
-    mask[len(prompt) - 1 :] = True
+    mask[start:] = True if learned is None else learned
     fields = {name: np.zeros(len(mask), np.float32) for name in completion_fields}
     for name, values in completion_fields.items():
-        fields[name][mask] = values
+        fields[name][start:] = values
     return PackItem(tokens=ids[:-1], targets=ids[1:], loss_mask=mask, fields=fields)
 
 

@@ -41,22 +41,12 @@ def merge(steps: Sequence[StepStats]) -> dict[str, float]:
     }
 
 
-def sampler_mismatch(experience: Experience) -> dict[str, float]:
-    """How far the learner's log-probs of the sampled tokens are from the sampler's own.
+def sequence_kl(experience: Experience) -> float | None:
+    """Mean over completions of KL(old policy || reference) in nats a completion, by k1.
 
-    Over all completion tokens, with ``d = learner - sampler``: ``logprob_gap_mean`` and
-    ``logprob_gap_max`` of ``|d|``, and two estimates of KL(sampler || learner), ``sampler_kl_k1``
-    ``mean(-d)`` and ``sampler_kl`` (k3) ``mean(exp(d) - d - 1)``. With top-p or top-k the sampler's
-    are of the truncated distribution, which counts as mismatch.
+    None without reference log-probs.
     """
-    ours = np.concatenate(experience.old_logprobs).astype(np.float64)
-    sampled = [rollout.completion.logprobs for rollout in experience.rollouts]
-    d = ours - np.concatenate(sampled).astype(np.float64)
-    if len(d) == 0:
-        d = np.zeros(1)
-    return {
-        "sampler_kl": float(np.mean(np.exp(d) - d - 1.0)),
-        "sampler_kl_k1": float(np.mean(-d)),
-        "logprob_gap_mean": float(np.abs(d).mean()),
-        "logprob_gap_max": float(np.abs(d).max()),
-    }
+    if experience.ref_logprobs is None:
+        return None
+    pairs = zip(experience.old_logprobs, experience.ref_logprobs, strict=True)
+    return float(np.mean([np.sum(old.astype(np.float64) - ref) for old, ref in pairs]))

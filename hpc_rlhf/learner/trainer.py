@@ -27,7 +27,7 @@ from torch import Tensor
 from hpc_rlhf.cluster import device
 from hpc_rlhf.config import LearnerConfig, LossMean
 from hpc_rlhf.errors import ComponentError
-from hpc_rlhf.learner.algorithms import Algorithm, Loss, Supervised
+from hpc_rlhf.learner.algorithms import Algorithm, Lesson, Loss, Outputs, Supervised
 from hpc_rlhf.learner.losses import sequence_weights
 from hpc_rlhf.learner.optimizer import PolicyOptimizer
 from hpc_rlhf.learner.packing import (
@@ -39,7 +39,7 @@ from hpc_rlhf.learner.packing import (
     masked_item,
     padded_tokens,
 )
-from hpc_rlhf.learner.stats import StepStats, merge, sampler_mismatch
+from hpc_rlhf.learner.stats import StepStats, merge
 from hpc_rlhf.models.megatron import PolicyModel
 from hpc_rlhf.types import Experience, Rollout
 
@@ -137,8 +137,9 @@ class Trainer:
             The same on every rank. Means over optimizer steps: ``loss``, ``grad_norm`` (before
             clipping). Means over learned tokens: ``entropy`` and what the algorithm reports
             (``policy_loss``, ``ratio_mean``, ``clip_fraction``, ``kl``); maxima: ``ratio_max``.
-            ``lr`` of the last step, ``tokens`` read without padding, ``padding_fraction``. Mismatch
-            of sampler and learner on the sampled tokens, see :func:`sampler_mismatch`.
+            ``lr`` of the last step, ``tokens`` read without padding, ``padding_fraction``, and the
+            metrics of the algorithm's lesson. ``skipped_steps``: mini-batches all of whose tokens
+            were rejected, in which the optimizer did not step.
 
         Raises:
             ComponentError: a loss or gradient is not finite (the optimizer did not step), or no
@@ -147,9 +148,7 @@ class Trainer:
         """
         if not experience.rollouts:
             raise ComponentError("learner: no rollouts to learn from, all were excluded")
-        if algorithm.needs_reference and experience.ref_logprobs is None:
-            raise ValueError("the KL penalty needs reference log-probs, the experience has none")
-        advantages = algorithm.advantages(experience)
+        lesson = algorithm.lesson(experience)
         steps = []
         plan = mini_batch_plan(
             len(experience.rollouts),
@@ -158,26 +157,18 @@ class Trainer:
             seed=(self._seed, self.num_steps),
         )
         for indices in plan:
-            rollouts = [experience.rollouts[i] for i in indices]
-            lengths = [len(r.completion.token_ids) for r in rollouts]
-            weights = sequence_weights(lengths, algorithm.loss_mean, self._max_new_tokens)
-            items: list[PackItem] = []
-            names: list[str] = []
-            for i, rollout, length, weight in zip(indices, rollouts, lengths, weights, strict=True):
-                if length == 0:
-                    continue
-                fields = {
-                    _WEIGHT: np.full(length, weight, np.float32),
-                    "advantages": advantages[i],
-                    "old_logprobs": experience.old_logprobs[i],
-                }
-                if experience.ref_logprobs is not None:
-                    fields["ref_logprobs"] = experience.ref_logprobs[i]
-                completion = rollout.completion.token_ids
-                items.append(completion_item(rollout.prompt.token_ids, completion, **fields))
-                names.append(f"{rollout.prompt.uid}#{rollout.sample_index}")
-            steps.append(self._step(algorithm, items, names))
-        return merge(steps) | sampler_mismatch(experience)
+            items, names = lesson_items(
+                lesson, experience.rollouts, indices, algorithm.loss_mean, self._max_new_tokens
+            )
+            if items:
+                steps.append(self._step(algorithm, items, names))
+        if not steps:
+            raise ComponentError(
+                f"learner: optimizer step {self.num_steps}: no token of the batch is to be learned "
+                f"from; of all tokens {lesson.metrics['rejected_fraction']:.0%} were rejected by "
+                "algorithm.off_policy's bounds"
+            )
+        return merge(steps) | {**lesson.metrics, "skipped_steps": float(len(plan) - len(steps))}
 
     def sft_step(
         self, sequences: Sequence[tuple[NDArray[np.integer], NDArray[np.bool_]]]
@@ -395,6 +386,41 @@ class Trainer:
         return tuple(sorted(index for indices in found for index in indices))
 
 
+def lesson_items(
+    lesson: Lesson,
+    rollouts: Sequence[Rollout],
+    indices: Sequence[int] | NDArray[np.integer],
+    loss_mean: LossMean,
+    max_new_tokens: int | None,
+) -> tuple[list[PackItem], list[str]]:
+    """What one mini-batch learns from, weighted, and the samples' names.
+
+    The mean is over what is learned from: a completion whose tokens were all rejected counts as
+    little as one that was never sampled.
+    """
+    learned = [int(lesson.learned[i].sum()) for i in indices]
+    kept = [
+        (i, n) for i, n in zip(indices, learned, strict=True) if n or not len(lesson.learned[i])
+    ]
+    weights = sequence_weights([n for _, n in kept], loss_mean, max_new_tokens)
+    items: list[PackItem] = []
+    names: list[str] = []
+    for (i, count), weight in zip(kept, weights, strict=True):
+        if count == 0:  # a completion without a token
+            continue
+        rollout, mask = rollouts[i], lesson.learned[i]
+        item = completion_item(
+            rollout.prompt.token_ids,
+            rollout.completion.token_ids,
+            learned=mask,
+            **{_WEIGHT: mask * np.float32(weight)},
+            **{name: values[i] for name, values in lesson.fields.items()},
+        )
+        items.append(item)
+        names.append(f"{rollout.prompt.uid}#{rollout.sample_index}")
+    return items, names
+
+
 def mini_batch_plan(
     samples: int, epochs: int, mini_batches: int, *, seed: Sequence[int]
 ) -> list[NDArray[np.intp]]:
@@ -433,7 +459,7 @@ def _log_probs(
     nothing = torch.zeros(len(batch.tokens), dtype=torch.float32, device=hidden.device)
     return (
         nothing.index_copy(0, batch.learned, log_probs),
-        nothing.index_copy(0, batch.learned, entropy.detach()),
+        nothing.index_copy(0, batch.learned, entropy),
     )
 
 
@@ -454,14 +480,14 @@ def _learn(
 ) -> tuple[Tensor, Tensor, _LocalStats]:
     """Loss function of Megatron's schedule: this micro-batch's part of the mini-batch loss."""
     log_probs, entropy = head(batch, hidden)
-    token = loss.token_loss(batch, log_probs)
+    token = loss.token_loss(batch, Outputs(log_probs=log_probs, entropy=entropy))
     total = (batch.fields[_WEIGHT] * token.loss).sum()
     stats = _LocalStats(
         batch=batch,
         loss=total.detach().double(),  # a copy: the schedule frees the loss's own memory
         not_finite=~torch.isfinite(token.loss.detach()),
         sums={
-            "entropy": entropy.double().sum(),
+            "entropy": entropy.detach().double().sum(),
             **{name: value.double().sum() for name, value in token.means.items()},
         },
         maxima={name: value.double().amax() for name, value in token.maxima.items()},

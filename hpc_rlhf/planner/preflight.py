@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from hpc_rlhf.config import AlgorithmName, Config, DataConfig, PromptFormat, RewardName
+from hpc_rlhf.config import (
+    AlgorithmName,
+    Config,
+    DataConfig,
+    ImportanceWeight,
+    OffPolicyConfig,
+    PromptFormat,
+    Proximal,
+    RewardName,
+)
 from hpc_rlhf.data.chat import check_chat_template, check_special_tokens, load_tokenizer
 from hpc_rlhf.data.demonstrations import load_demonstrations
 from hpc_rlhf.data.prompts import DROP, ERROR, PromptDataset
@@ -141,7 +150,11 @@ def _check_numbers(config: Config) -> None:
         "learner.optimizer.clip_grad": optimizer.clip_grad,
         "algorithm.clip_low": config.algorithm.clip_low,
         "algorithm.clip_high": config.algorithm.clip_high,
+        "algorithm.entropy_coef": config.algorithm.entropy_coef,
         "algorithm.kl.coef": config.algorithm.kl.coef,
+        "algorithm.kl.gain": config.algorithm.kl.gain,
+        "algorithm.overlong.penalty": config.algorithm.overlong.penalty,
+        "algorithm.off_policy.warn_kl": config.algorithm.off_policy.warn_kl,
         "sampling.top_k": config.sampling.top_k,  # 0: all tokens
         "sampler.max_restarts": config.sampler.max_restarts,
         "checkpoint.keep": config.checkpoint.keep,  # 0: all of them
@@ -221,19 +234,71 @@ def _check_layout(config: Config) -> None:
 
 
 def _check_algorithm(config: Config) -> None:
-    groups = config.algorithm.name in (AlgorithmName.GRPO, AlgorithmName.RLOO)
-    if groups and config.sampling.samples_per_prompt < 2:
+    algorithm = config.algorithm
+    compares = algorithm.name in (AlgorithmName.GRPO, AlgorithmName.RLOO)
+    if (compares or algorithm.group_baseline) and config.sampling.samples_per_prompt < 2:
         raise UserError(
             f"sampling.samples_per_prompt={config.sampling.samples_per_prompt}: "
-            f"{config.algorithm.name} compares the samples of a prompt, so it needs at least 2"
+            f"{algorithm.name} compares the samples of a prompt, so it needs at least 2"
         )
+    if algorithm.group_baseline and algorithm.name is not AlgorithmName.REINFORCE_PLUS_PLUS:
+        raise UserError(
+            f"algorithm.group_baseline=true: of algorithm.name={AlgorithmName.REINFORCE_PLUS_PLUS} "
+            f"only, {algorithm.name} has a baseline of its own"
+        )
+    fraction = algorithm.overlong.buffer_fraction
+    if not 0 <= fraction <= 1:
+        raise UserError(
+            f"algorithm.overlong.buffer_fraction={fraction}: a part of sampling.max_new_tokens, "
+            "expected 0 to 1"
+        )
+    _check_kl(config)
+    _check_off_policy(algorithm.off_policy)
+
+
+def _check_kl(config: Config) -> None:
     kl = config.algorithm.kl
+    if kl.target is not None:
+        if not kl.target > 0:
+            raise UserError(f"algorithm.kl.target={kl.target}: must be greater than 0")
+        if kl.coef == 0:
+            raise UserError(
+                "algorithm.kl.target: an adaptive coefficient is multiplied, so that "
+                "algorithm.kl.coef=0 stays 0; give it a coefficient to start from"
+            )
     if config.model.reference is not None:
         reference = Path(config.model.reference)
         if not reference.is_dir():
             raise UserError(f"model.reference={reference}: no such directory")
         if kl.coef == 0:
             raise UserError("model.reference is given, but algorithm.kl.coef=0 holds no reference")
+
+
+def _check_off_policy(off_policy: OffPolicyConfig) -> None:
+    if off_policy.proximal is Proximal.SAMPLER and off_policy.weight is not ImportanceWeight.NONE:
+        raise UserError(
+            f"algorithm.off_policy.weight={off_policy.weight}: with proximal=sampler the ratio "
+            "itself is against the sampler, and a weight would count it twice; use weight=none or "
+            "proximal=learner"
+        )
+    if not off_policy.weight_cap >= 1:
+        raise UserError(
+            f"algorithm.off_policy.weight_cap={off_policy.weight_cap}: must be at least 1, the "
+            "weight of samples of the learner's own policy"
+        )
+    for name in ("token_bounds", "sequence_bounds", "geometric_bounds"):
+        bounds = getattr(off_policy, name)
+        if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] < 1 < bounds[1]):
+            raise UserError(
+                f"algorithm.off_policy.{name}={bounds}: expected [low, high] of the ratio learner / "
+                "sampler, with low in [0, 1) and high above 1, the ratio of samples of the "
+                "learner's own policy"
+            )
+    if off_policy.stop_kl is not None and not off_policy.stop_kl >= off_policy.warn_kl:
+        raise UserError(
+            f"algorithm.off_policy.stop_kl={off_policy.stop_kl}: must be at least warn_kl="
+            f"{off_policy.warn_kl}"
+        )
 
 
 def _check_engine(config: Config) -> None:

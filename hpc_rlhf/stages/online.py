@@ -25,6 +25,7 @@ from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch.diagnosis import announce_stop
 from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.learner.algorithms import make_algorithm
+from hpc_rlhf.learner.kl_control import KlController
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.loop import train
 from hpc_rlhf.models.hf_layout import HfModelSpec
@@ -94,7 +95,7 @@ def _build(
     source = warm_up(config, run, control, tokenizer)
 
     model = _load_model(config.model, learner.recompute, config, source)
-    algorithm = make_algorithm(config.algorithm)
+    algorithm = make_algorithm(config.algorithm, max_new_tokens=config.sampling.max_new_tokens)
     reference = None
     frozen_models: list[FrozenRef] = []
     if algorithm.needs_reference:
@@ -120,6 +121,8 @@ def _build(
         sampling=config.sampling,
         checkpoint=config.checkpoint,
         algorithm=algorithm,
+        kl=KlController.of(config.algorithm.kl),
+        off_policy=config.algorithm.off_policy,
         trainer=trainer,
         reference=reference,
         transport=CollectiveTransport(

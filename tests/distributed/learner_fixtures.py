@@ -80,28 +80,52 @@ def hf_log_probs(model: torch.nn.Module, rollout: Rollout) -> tuple[torch.Tensor
 
 
 def hf_loss(
-    model: torch.nn.Module, batch: Experience, advantages: list[float], loss_mean: LossMean
+    model: torch.nn.Module,
+    batch: Experience,
+    advantages: list[float],
+    loss_mean: LossMean,
+    *,
+    kl_coef: float = KL_COEF,
+    entropy_coef: float = 0.0,
+    sequence_ratio: bool = False,
+    weight_cap: float | None = None,
+    bounds: tuple[float, float] | None = None,
 ) -> torch.Tensor:
-    """GRPO with the k3 penalty in the loss, written from the papers, one sequence at a time."""
+    """The policy losses written from the papers, one sequence at a time; by default GRPO's.
+
+    Args:
+        kl_coef: of the k3 penalty in the loss.
+        sequence_ratio: GSPO's ratio, arXiv:2507.18071, eq. 7.
+        weight_cap: truncated importance weights of the tokens, learner over sampler.
+        bounds: of the tokens' ratio learner over sampler, beyond which they are not learned from.
+    """
     assert batch.ref_logprobs is not None
     per_sequence = []
     for rollout, a, old, ref in zip(
         batch.rollouts, advantages, batch.old_logprobs, batch.ref_logprobs, strict=True
     ):
-        new = hf_log_probs(model, rollout)[0]
+        new, entropy = hf_log_probs(model, rollout)
         ratio = (new - torch.from_numpy(old)).exp()
+        if sequence_ratio:
+            ratio = (new - torch.from_numpy(old)).mean().exp().expand(len(old))
         clipped = ratio.clamp(1 - CLIP[0], 1 + CLIP[1])
-        surrogate = torch.minimum(ratio * a, clipped * a)
+        loss = -torch.minimum(ratio * a, clipped * a)
+        off_policy = torch.from_numpy(np.exp(old - rollout.completion.logprobs))
+        if weight_cap is not None:
+            loss = loss * off_policy.clamp(max=weight_cap)
         d = torch.from_numpy(ref) - new
-        per_sequence.append(-surrogate + KL_COEF * (d.exp() - d - 1))
-    lengths = [len(t) for t in per_sequence]
+        loss = loss + kl_coef * (d.exp() - d - 1) - entropy_coef * entropy
+        if bounds is not None:
+            loss = loss[(off_policy >= bounds[0]) & (off_policy <= bounds[1])]
+        per_sequence.append(loss)
     match loss_mean:
         case LossMean.TOKEN:
             return torch.cat(per_sequence).mean()
         case LossMean.SEQUENCE:
-            return torch.stack([t.mean() for t in per_sequence]).mean()
+            return torch.stack([t.mean() for t in per_sequence if len(t)]).mean()
         case LossMean.CONSTANT:
-            return torch.cat(per_sequence).sum() / (len(lengths) * MAX_NEW_TOKENS)
+            assert all(len(t) for t in per_sequence)
+            return torch.cat(per_sequence).sum() / (len(per_sequence) * MAX_NEW_TOKENS)
 
 
 def make_trainer(

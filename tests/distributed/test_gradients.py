@@ -15,13 +15,16 @@ from megatron.core.distributed import finalize_model_grads
 
 from hpc_rlhf.config import (
     AlgorithmConfig,
+    ImportanceWeight,
     KlConfig,
     LossMean,
+    OffPolicyConfig,
     OptimizerConfig,
     ParallelConfig,
+    Ratio,
     Recompute,
 )
-from hpc_rlhf.learner.algorithms import Algorithm, make_algorithm
+from hpc_rlhf.learner.algorithms import make_algorithm
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.types import Experience
 from tests.distributed.learner_fixtures import (
@@ -43,23 +46,40 @@ MICRO_BATCH_TOKENS = (20, 48, 4096)  # one sequence each, some, all in one
 NO_STEP = OptimizerConfig(lr=0.0, clip_grad=0.0)
 
 
+def _config(**options: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(clip_low=CLIP[0], clip_high=CLIP[1], **options)
+
+
+# A loss, and how the reference is asked for the same one.
+CASES: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
+    **{
+        loss_mean.value: (_config(loss_mean=loss_mean, kl=KlConfig(coef=KL_COEF)), {})
+        for loss_mean in LossMean
+    },
+    "gspo": (_config(ratio=Ratio.SEQUENCE), {"sequence_ratio": True, "kl_coef": 0.0}),
+    "corrected": (
+        _config(
+            loss_mean=LossMean.TOKEN,
+            entropy_coef=0.05,
+            kl=KlConfig(coef=KL_COEF),
+            off_policy=OffPolicyConfig(
+                weight=ImportanceWeight.TOKEN, weight_cap=1.1, token_bounds=[0.5, 1.4]
+            ),
+        ),
+        {"entropy_coef": 0.05, "weight_cap": 1.1, "bounds": (0.5, 1.4)},
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Reference:
     directory: Path
     experience: Experience
-    losses: dict[LossMean, float]
-    gradients: dict[LossMean, dict[str, torch.Tensor]]
-    norms: dict[LossMean, float]
+    losses: dict[str, float]
+    gradients: dict[str, dict[str, torch.Tensor]]
+    norms: dict[str, float]
     log_probs: list[torch.Tensor]
     entropy: float  # token mean
-
-
-def _algorithm(loss_mean: LossMean) -> Algorithm:
-    return make_algorithm(
-        AlgorithmConfig(
-            clip_low=CLIP[0], clip_high=CLIP[1], loss_mean=loss_mean, kl=KlConfig(coef=KL_COEF)
-        )
-    )
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +88,14 @@ def reference(tiny_models: dict[str, Path]) -> Reference:
     batch = experience(directory)
     model = hf_model(directory)
     losses, gradients = {}, {}
-    for loss_mean in LossMean:
-        advantages = [float(a[0]) for a in _algorithm(loss_mean).advantages(batch)]
+    for name, (config, options) in CASES.items():
+        lesson = make_algorithm(config).lesson(batch)
+        advantages = [float(a[0]) for a in lesson.fields["advantages"]]
         model.zero_grad()
-        loss = hf_loss(model, batch, advantages, loss_mean)
+        loss = hf_loss(model, batch, advantages, config.loss_mean, **options)
         loss.backward()
-        losses[loss_mean] = loss.item()
-        gradients[loss_mean] = {n: p.grad.clone() for n, p in model.named_parameters()}
+        losses[name] = loss.item()
+        gradients[name] = {n: p.grad.clone() for n, p in model.named_parameters()}
     with torch.no_grad():
         swept = [hf_log_probs(model, r) for r in batch.rollouts]
     return Reference(
@@ -82,7 +103,7 @@ def reference(tiny_models: dict[str, Path]) -> Reference:
         experience=batch,
         losses=losses,
         gradients=gradients,
-        norms={m: _norm(g) for m, g in gradients.items()},
+        norms={name: _norm(g) for name, g in gradients.items()},
         log_probs=[lp for lp, _ in swept],
         entropy=torch.cat([e for _, e in swept]).mean().item(),
     )
@@ -127,31 +148,34 @@ LAYOUTS = [
 def test_gradient_does_not_depend_on_the_layout(
     reference: Reference, parallel: ParallelConfig, dp: int
 ) -> None:
-    def measure() -> list[tuple[LossMean, dict[str, float], float]]:
+    def measure() -> list[tuple[str, dict[str, float], float]]:
         return list(_measure(reference, parallel))
 
     ranks = run_ranks(measure, parallel.tensor * parallel.pipeline * dp)
     for rank, measured in enumerate(ranks):
-        for loss_mean, stats, gradient_error in measured:
-            assert gradient_error <= 1e-5, (rank, loss_mean)
-            assert stats["loss"] == pytest.approx(reference.losses[loss_mean], rel=1e-5)
-            assert stats["entropy"] == pytest.approx(reference.entropy, rel=1e-5)
-            assert stats["grad_norm"] == pytest.approx(reference.norms[loss_mean], rel=1e-5)
+        for case, stats, gradient_error in measured:
+            assert gradient_error <= 1e-5, (rank, case)
+            assert stats["loss"] == pytest.approx(reference.losses[case], rel=1e-5, abs=1e-6)
+            assert stats["grad_norm"] == pytest.approx(reference.norms[case], rel=1e-5)
+            if case == "corrected":
+                assert 0.1 < stats["rejected_fraction"] < 0.9, "the case shows nothing"
+            else:
+                assert stats["entropy"] == pytest.approx(reference.entropy, rel=1e-5)
         assert [m[1] for m in measured] == [m[1] for m in ranks[0]], "ranks report different stats"
 
 
 def _measure(
     reference: Reference, parallel: ParallelConfig
-) -> Iterator[tuple[LossMean, dict[str, float], float]]:
+) -> Iterator[tuple[str, dict[str, float], float]]:
     trainer = make_trainer(reference.directory, parallel, optimizer=NO_STEP)
     _keep_whole_gradients(trainer)
-    cases = [(LossMean.SEQUENCE, size) for size in MICRO_BATCH_TOKENS]
-    cases += [(LossMean.TOKEN, 48), (LossMean.CONSTANT, 48)]
-    for loss_mean, micro_batch_tokens in cases:
+    cases = [("sequence", size) for size in MICRO_BATCH_TOKENS]
+    cases += [("token", 48), ("constant", 48), ("gspo", 48), ("corrected", 48)]
+    for case, micro_batch_tokens in cases:
         trainer.micro_batch_tokens = micro_batch_tokens
-        stats = trainer.update(_algorithm(loss_mean), reference.experience)
+        stats = trainer.update(make_algorithm(CASES[case][0]), reference.experience)
         gradients = whole_tensors(trainer.model, lambda p: p.main_grad)
-        yield loss_mean, stats, _relative_error(gradients, reference.gradients[loss_mean])
+        yield case, stats, _relative_error(gradients, reference.gradients[case])
 
 
 def test_recomputation_does_not_change_the_gradient(reference: Reference) -> None:
@@ -160,9 +184,9 @@ def test_recomputation_does_not_change_the_gradient(reference: Reference) -> Non
             reference.directory, ParallelConfig(tensor=2), optimizer=NO_STEP, recompute=recompute
         )
         _keep_whole_gradients(trainer)
-        trainer.update(_algorithm(LossMean.TOKEN), reference.experience)
+        trainer.update(make_algorithm(CASES["token"][0]), reference.experience)
         gradients = whole_tensors(trainer.model, lambda p: p.main_grad)
-        return _relative_error(gradients, reference.gradients[LossMean.TOKEN])
+        return _relative_error(gradients, reference.gradients["token"])
 
     for recompute in (Recompute.FULL, Recompute.SELECTIVE):
         assert max(run_ranks(measure, 2, recompute)) <= 1e-5

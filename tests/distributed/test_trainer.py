@@ -90,7 +90,7 @@ def test_steps_are_those_of_adamw(tiny_models: dict[str, Path], batch: Experienc
     """Two epochs of two mini-batches: clipping, decay (not of norms and biases), LR schedule."""
     directory = tiny_models["qwen2-tied"]
     algorithm = _algorithm(epochs=2, mini_batches=2)
-    advantages = [float(a[0]) for a in algorithm.advantages(batch)]
+    advantages = [float(a[0]) for a in algorithm.lesson(batch).fields["advantages"]]
     reference = hf_model(directory)
     matrices = [p for p in reference.parameters() if p.dim() > 1]
     vectors = [p for p in reference.parameters() if p.dim() == 1]

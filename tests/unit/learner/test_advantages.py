@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rlhf.learner.advantages import grpo, rloo
+from hpc_rlhf.learner.advantages import grpo, reinforce_plus_plus, rloo, whiten
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 3.0], np.float32)
 GROUPS = np.array([7, 7, 7, 7, 2, 2])
@@ -61,6 +61,35 @@ def test_against_trl() -> None:
     np.testing.assert_allclose(
         rloo(rewards, groups), (grouped - baselines).flatten().numpy(), atol=1e-6
     )
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    """Returns 1 - 0.3, 1 - 0.2 and 0 - (-0.1): penalties of the tokens still to come."""
+    rewards, groups = np.array([1.0, 0.0]), np.array([0, 1])
+    penalties = (np.array([0.1, 0.2]), np.array([-0.1]))
+    first, second = reinforce_plus_plus(rewards, penalties, groups, group_baseline=False)
+    returns = np.array([0.7, 0.8, 0.1])
+    expected = (returns - 1.6 / 3) / np.sqrt(0.28667 / 3)  # sum of squares 1.14 - 1.6^2 / 3
+    assert [*first, *second] == pytest.approx(expected.tolist(), rel=1e-4)
+    assert first.dtype == np.float32
+
+
+def test_reinforce_plus_plus_with_baseline_by_hand() -> None:
+    """Group means 2 and 10 go; -1, 1, 1 (two tokens), 0 are whitened over the tokens."""
+    rewards, groups = np.array([1.0, 3.0, 10.0]), np.array([0, 0, 1])
+    penalties = (np.zeros(1), np.zeros(2), np.zeros(1))
+    got = reinforce_plus_plus(rewards, penalties, groups, group_baseline=True)
+    std = np.sqrt((1 + 1 + 1 + 0) / 4 - 0.25**2)
+    expected = [[-1.25 / std], [0.75 / std] * 2, [-0.25 / std]]
+    assert [a.tolist() for a in got] == [pytest.approx(row, rel=1e-6) for row in expected]
+
+
+def test_whitening_is_over_all_tokens_and_leaves_equal_ones_at_zero() -> None:
+    flat = np.concatenate(whiten([np.array([1.0, 5.0, 2.0]), np.zeros(0), np.array([8.0])]))
+    assert flat.mean() == pytest.approx(0.0, abs=1e-6)
+    assert flat.std() == pytest.approx(1.0, abs=1e-6)
+    assert [w.tolist() for w in whiten([np.full(2, 0.1), np.full(1, 0.1)])] == [[0.0, 0.0], [0.0]]
+    assert whiten([]) == ()
 
 
 def test_excluded_rewards_must_have_been_left_out() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,19 @@ import torch
 from hpc_rlhf.config import (
     AlgorithmConfig,
     AlgorithmName,
+    ImportanceWeight,
     KlConfig,
     KlEstimator,
     KlPlacement,
+    LossMean,
+    OffPolicyConfig,
+    OverlongConfig,
+    Proximal,
+    Ratio,
 )
-from hpc_rlhf.learner.algorithms import Supervised, make_algorithm
+from hpc_rlhf.learner.algorithms import Algorithm, Outputs, Supervised, make_algorithm
 from hpc_rlhf.learner.packing import completion_item, pack
+from hpc_rlhf.learner.trainer import lesson_items
 from hpc_rlhf.types import Completion, Experience, Prompt, Rollout, VersionSpan
 
 
@@ -49,15 +57,19 @@ def _experience(*, with_reference: bool = True) -> Experience:
     )
 
 
+def _advantages(algorithm: Algorithm, experience: Experience) -> tuple[np.ndarray, ...]:
+    return algorithm.lesson(experience).fields["advantages"]
+
+
 def test_every_token_of_a_completion_has_its_samples_advantage() -> None:
     algorithm = make_algorithm(AlgorithmConfig(normalize_std=False))
-    got = [a.tolist() for a in algorithm.advantages(_experience())]
+    got = [a.tolist() for a in _advantages(algorithm, _experience())]
     assert got == [[-1.0], [-2.0, -2.0], [1.0, 1.0, 1.0], [2.0]]
 
 
 def test_rloo_by_name() -> None:
     algorithm = make_algorithm(AlgorithmConfig(name=AlgorithmName.RLOO))
-    got = [a[0] for a in algorithm.advantages(_experience())]
+    got = [a[0] for a in _advantages(algorithm, _experience())]
     assert got == [-2.0, -4.0, 2.0, 4.0]
 
 
@@ -82,7 +94,7 @@ def test_first_gradient_is_that_of_trls_ratio_of_whole_completions() -> None:
     ]
     ((batch,),) = pack(items, max_tokens=8)
     log_probs = torch.cat(old).requires_grad_()
-    (batch.fields["weight"] * algorithm.token_loss(batch, log_probs).loss).sum().backward()
+    (batch.fields["weight"] * algorithm.token_loss(batch, Outputs(log_probs)).loss).sum().backward()
     torch.testing.assert_close(log_probs.grad, torch.cat([w.grad for w in whole]))
 
 
@@ -90,10 +102,10 @@ def test_kl_in_the_reward_is_summed_over_the_completion() -> None:
     kl = KlConfig(coef=0.1, placement=KlPlacement.REWARD, estimator=KlEstimator.K1)
     algorithm = make_algorithm(AlgorithmConfig(normalize_std=False, kl=kl))
     # k1 = 0.5 a token: rewards 0.95, -0.1, 2.85, 3.95.
-    got = [a[0] for a in algorithm.advantages(_experience())]
+    got = [a[0] for a in _advantages(algorithm, _experience())]
     assert got == pytest.approx([-0.95, -2.025, 0.95, 2.025])
     with pytest.raises(ValueError, match="reference"):
-        algorithm.advantages(_experience(with_reference=False))
+        algorithm.lesson(_experience(with_reference=False))
 
 
 def test_loss_of_a_token() -> None:
@@ -108,7 +120,7 @@ def test_loss_of_a_token() -> None:
     )
     ((batch,),) = pack([item], max_tokens=4, pad_multiple=4)
     log_probs = torch.tensor([-9.0, -1.0, -1.0 + math.log(1.5), -9.0])
-    out = algorithm.token_loss(batch, log_probs)
+    out = algorithm.token_loss(batch, Outputs(log_probs))
     d = -1.0 - math.log(1.5)
     assert out.loss.tolist() == pytest.approx([0.0, -1.0, 1.5 + 0.5 * 0.5 * d**2, 0.0])
     assert out.means["policy_loss"].tolist() == pytest.approx([0.0, -1.0, 1.5, 0.0])
@@ -126,35 +138,95 @@ def test_without_a_reference_no_kl_is_reported() -> None:
         old_logprobs=np.zeros(1, np.float32),
     )
     ((batch,),) = pack([item], max_tokens=4)
-    out = make_algorithm(AlgorithmConfig()).token_loss(batch, torch.zeros(1))
+    out = make_algorithm(AlgorithmConfig()).token_loss(batch, Outputs(torch.zeros(1)))
     assert "kl" not in out.means
 
 
 def test_supervised_loss_is_the_negative_log_likelihood() -> None:
     ((batch,),) = pack([completion_item(np.array([1, 2]), np.array([3]))], max_tokens=4)
-    assert Supervised().token_loss(batch, torch.tensor([-5.0, -2.0])).loss.tolist() == [0.0, 2.0]
+    outputs = Outputs(torch.tensor([-5.0, -2.0]))
+    assert Supervised().token_loss(batch, outputs).loss.tolist() == [0.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("kl", "epochs", "mini_batches", "expected"),
-    [
-        (KlConfig(), 1, 1, False),
-        (KlConfig(), 2, 1, True),
-        (KlConfig(), 1, 4, True),
-        (KlConfig(coef=0.1, placement=KlPlacement.LOSS), 1, 1, False),
-        (KlConfig(coef=0.1, placement=KlPlacement.REWARD), 1, 1, True),
-    ],
-)
-def test_when_old_logprobs_matter(
-    kl: KlConfig, epochs: int, mini_batches: int, expected: bool
-) -> None:
-    algorithm = make_algorithm(AlgorithmConfig(kl=kl))
-    assert algorithm.needs_old_logprobs(epochs, mini_batches) is expected
-    assert algorithm.needs_reference is (kl.coef != 0)
+def test_reinforce_plus_plus_takes_the_kl_off_the_tokens() -> None:
+    kl = KlConfig(coef=0.1, placement=KlPlacement.REWARD, estimator=KlEstimator.K1)
+    config = AlgorithmConfig(name=AlgorithmName.REINFORCE_PLUS_PLUS, kl=kl)
+    got = _advantages(make_algorithm(config), _experience())
+    # k1 = 0.5 a token: 0.95; -0.1, -0.05; 2.85, 2.9, 2.95; 3.95, then whitened.
+    returns = np.array([0.95, -0.1, -0.05, 2.85, 2.9, 2.95, 3.95])
+    expected = (returns - returns.mean()) / returns.std()
+    assert np.concatenate(got).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
-def test_k1_in_the_loss_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_overlong_completions_are_punished_and_cut_ones_dropped() -> None:
+    """Of at most 4 tokens, the last 2 cost 0.5 each: completions of 1, 2, 3 and 1."""
+    overlong = OverlongConfig(buffer_fraction=0.5, penalty=1.0, drop_truncated=True)
+    algorithm = make_algorithm(
+        AlgorithmConfig(normalize_std=False, overlong=overlong), max_new_tokens=4
+    )
+    batch = _experience()
+    cut = replace(batch.rollouts[2].completion, finish_reason="length")
+    rollouts = list(batch.rollouts)
+    rollouts[2] = replace(rollouts[2], completion=cut)
+    lesson = algorithm.lesson(replace(batch, rollouts=tuple(rollouts)))
+    assert [float(a[0]) for a in lesson.fields["advantages"]] == [-0.75, -2.0, 0.75, 2.0]
+    assert [m.tolist() for m in lesson.learned] == [[True], [True] * 2, [False] * 3, [True]]
+    assert lesson.metrics["reward/overlong"] == -0.125
+    assert lesson.metrics["rejected_fraction"] == 0.0  # cut is not rejected
+
+
+def test_old_policy_is_the_samplers_if_asked_for() -> None:
+    batch = replace(
+        _experience(), old_logprobs=tuple(np.full(n, -2.0, np.float32) for n in (1, 2, 3, 1))
+    )
+    for proximal, expected in ((Proximal.LEARNER, -2.0), (Proximal.SAMPLER, -1.0)):
+        config = AlgorithmConfig(off_policy=OffPolicyConfig(proximal=proximal))
+        lesson = make_algorithm(config).lesson(batch)
+        assert {float(x) for row in lesson.fields["old_logprobs"] for x in row} == {expected}
+
+
+def test_weights_and_masks_are_separate() -> None:
+    """A ratio of 1/e everywhere: weighed by 1/e, and with bounds rejected, one or the other."""
+    batch = replace(
+        _experience(), old_logprobs=tuple(np.full(n, -2.0, np.float32) for n in (1, 2, 3, 1))
+    )
+    weighs = OffPolicyConfig(weight=ImportanceWeight.TOKEN)
+    lesson = make_algorithm(AlgorithmConfig(off_policy=weighs)).lesson(batch)
+    assert all(mask.all() for mask in lesson.learned)
+    assert lesson.metrics["importance_mean"] == pytest.approx(math.exp(-1))
+    rejects = OffPolicyConfig(sequence_bounds=[0.2, 2.0])  # 1/e passes, its powers do not
+    lesson = make_algorithm(AlgorithmConfig(off_policy=rejects)).lesson(batch)
+    assert [bool(mask.all()) for mask in lesson.learned] == [True, False, False, True]
+    assert lesson.metrics["rejected_fraction"] == pytest.approx(5 / 7)
+    assert "importance" not in lesson.fields
+
+
+def test_the_mean_is_over_what_is_learned_from() -> None:
+    """A rejected token or completion counts neither above nor below the line."""
+    batch = _experience()
+    lesson = make_algorithm(AlgorithmConfig()).lesson(batch)
+    masks = ([True], [False, False], [True, False, True], [True])
+    lesson = replace(lesson, learned=tuple(np.array(m) for m in masks))
+    items, names = lesson_items(lesson, batch.rollouts, range(4), LossMean.TOKEN, None)
+    assert names == ["a#0", "a#1", "b#1"]
+    assert sum(float(item.fields["weight"].sum()) for item in items) == pytest.approx(1.0)
+    assert items[1].fields["weight"].tolist() == [0.0, 0.25, 0.0, 0.25]
+    items, _ = lesson_items(lesson, batch.rollouts, range(4), LossMean.SEQUENCE, None)
+    sums = [float(item.fields["weight"].sum()) for item in items]
+    assert sums == pytest.approx([1 / 3] * 3)
+
+
+def test_another_coefficient_of_the_kl() -> None:
+    algorithm = make_algorithm(AlgorithmConfig(kl=KlConfig(coef=0.1)))
+    assert algorithm.needs_reference
+    assert algorithm.with_kl_coef(0.2).surrogate.kl == KlConfig(coef=0.2)
+    assert not make_algorithm(AlgorithmConfig()).needs_reference
+
+
+def test_what_is_rarely_meant_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     kl = KlConfig(coef=0.1, placement=KlPlacement.LOSS, estimator=KlEstimator.K1)
     with caplog.at_level(logging.WARNING):
         make_algorithm(AlgorithmConfig(kl=kl))
+        make_algorithm(AlgorithmConfig(ratio=Ratio.SEQUENCE, loss_mean=LossMean.TOKEN))
     assert "zero gradient in expectation" in caplog.text
+    assert "weighs a completion by its length" in caplog.text

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from hpc_rlhf.config import KlEstimator, LossMean
-from hpc_rlhf.learner.losses import kl_penalty, policy_loss, sequence_weights, sft_loss
+from hpc_rlhf.learner.losses import (
+    kl_penalty,
+    policy_loss,
+    sequence_log_ratios,
+    sequence_weights,
+    sft_loss,
+)
 
 ALL = torch.ones(4, dtype=torch.bool)
 
@@ -28,6 +34,17 @@ def test_clipping_removes_the_gradient_and_unit_ratio_gives_reinforce() -> None:
     loss.sum().backward()
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == pytest.approx([-3.0, 0.0])
+
+
+def test_sequence_ratio_is_the_geometric_mean_over_learned_tokens() -> None:
+    """Two sequences and a padding segment; one token of the first is not learned from."""
+    mask = torch.tensor([False, True, True, True, True, False, False])
+    log_ratio = torch.tensor([0.0, 0.3, -0.1, 0.5, 0.0, 0.0, 0.0], requires_grad=True)
+    got = sequence_log_ratios(log_ratio, mask, torch.tensor([0, 3, 6, 7], dtype=torch.int32))
+    assert got.tolist() == pytest.approx([0.0, 0.1, 0.1, 0.25, 0.25, 0.0, 0.0])
+    got.sum().backward()
+    assert log_ratio.grad is not None
+    assert log_ratio.grad.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_masked_positions_carry_neither_loss_nor_gradient_even_when_not_finite() -> None:

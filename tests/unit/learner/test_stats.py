@@ -1,13 +1,13 @@
 """Statistics of an update, by hand."""
 
-import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from hpc_rlhf.learner.stats import StepStats, merge, sampler_mismatch
+from hpc_rlhf.learner.stats import StepStats, merge, sequence_kl
 from hpc_rlhf.learner.trainer import mini_batch_plan
-from hpc_rlhf.types import Completion, Experience, Prompt, Rollout
+from tests.unit.learner.experiences import experience_of
 
 
 def test_merge_weighs_tokens_and_steps_as_documented() -> None:
@@ -42,39 +42,12 @@ def test_merge_weighs_tokens_and_steps_as_documented() -> None:
     }
 
 
-def _experience(learner: list[list[float]], sampler: list[list[float]]) -> Experience:
-    def rollout(logprobs: list[float]) -> Rollout:
-        completion = Completion(
-            token_ids=np.zeros(len(logprobs), np.int32),
-            logprobs=np.array(logprobs, np.float32),
-            finish_reason="stop",
-            versions=(),
-            seed=0,
-        )
-        prompt = Prompt(uid="p", token_ids=np.array([1], np.int32))
-        return Rollout(prompt=prompt, sample_index=0, completion=completion, step=0)
-
-    return Experience(
-        rollouts=tuple(rollout(lp) for lp in sampler),
-        rewards=np.zeros(len(sampler), np.float32),
-        old_logprobs=tuple(np.array(lp, np.float32) for lp in learner),
-        ref_logprobs=None,
-    )
-
-
-def test_mismatch_by_hand() -> None:
-    got = sampler_mismatch(_experience([[-1.0, -2.0], [-1.0]], [[-1.5, -2.0], [-0.75]]))
-    k3 = (math.exp(0.5) - 0.5 - 1) + 0.0 + (math.exp(-0.25) + 0.25 - 1)
-    assert got == {
-        "sampler_kl": pytest.approx(k3 / 3),
-        "sampler_kl_k1": pytest.approx((-0.5 + 0.25) / 3),
-        "logprob_gap_mean": pytest.approx(0.25),
-        "logprob_gap_max": pytest.approx(0.5),
-    }
-
-
-def test_no_tokens_is_no_mismatch() -> None:
-    assert set(sampler_mismatch(_experience([[]], [[]])).values()) == {0.0}
+def test_kl_of_completions_by_hand() -> None:
+    experience = experience_of([[-1.0, -2.0], [-1.0]], [[0.0, 0.0], [0.0]])
+    assert sequence_kl(experience) is None
+    refs = (np.array([-1.5, -3.0], np.float32), np.array([-0.75], np.float32))
+    with_reference = replace(experience, ref_logprobs=refs)
+    assert sequence_kl(with_reference) == pytest.approx(((0.5 + 1.0) + (-0.25)) / 2)
 
 
 @pytest.mark.parametrize(("samples", "mini_batches"), [(12, 3), (7, 3), (2, 4)])

@@ -13,7 +13,14 @@ import pytest
 
 from hpc_rlhf import cli
 from hpc_rlhf.compose import compose
-from hpc_rlhf.config import AlgorithmName, Config, PromptFormat, RewardName
+from hpc_rlhf.config import (
+    AlgorithmName,
+    Config,
+    ImportanceWeight,
+    PromptFormat,
+    Proximal,
+    RewardName,
+)
 from hpc_rlhf.data.quickstart import prepare
 from hpc_rlhf.data.tiny import make_tiny_model
 from hpc_rlhf.errors import ExitCode, UserError
@@ -87,6 +94,38 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         {"algorithm.name": AlgorithmName.RLOO, "sampling.samples_per_prompt": 1},
         "rloo compares the samples of a prompt, so it needs at least 2",
     ),
+    (
+        {
+            "algorithm.name": AlgorithmName.REINFORCE_PLUS_PLUS,
+            "algorithm.group_baseline": True,
+            "sampling.samples_per_prompt": 1,
+        },
+        "reinforce_plus_plus compares the samples of a prompt",
+    ),
+    ({"algorithm.group_baseline": True}, "grpo has a baseline of its own"),
+    ({"algorithm.entropy_coef": -0.1}, "algorithm.entropy_coef=-0.1: must not be negative"),
+    ({"algorithm.overlong.buffer_fraction": 1.5}, "algorithm.overlong.buffer_fraction=1.5: a part"),
+    ({"algorithm.overlong.penalty": -1.0}, "algorithm.overlong.penalty=-1.0: must not be"),
+    ({"algorithm.kl.target": 0.0}, "algorithm.kl.target=0.0: must be greater than 0"),
+    (
+        {"algorithm.kl.target": 6.0, "algorithm.kl.coef": 0.0},
+        "algorithm.kl.coef=0 stays 0; give it a coefficient to start from",
+    ),
+    (
+        {
+            "algorithm.off_policy.proximal": Proximal.SAMPLER,
+            "algorithm.off_policy.weight": ImportanceWeight.TOKEN,
+        },
+        "algorithm.off_policy.weight=token: with proximal=sampler the ratio itself",
+    ),
+    ({"algorithm.off_policy.weight_cap": 0.5}, "algorithm.off_policy.weight_cap=0.5: must be"),
+    (
+        {"algorithm.off_policy.token_bounds": [2.0, 0.5]},
+        "algorithm.off_policy.token_bounds=[2.0, 0.5]: expected [low, high] of the ratio",
+    ),
+    ({"algorithm.off_policy.sequence_bounds": [0.5]}, "off_policy.sequence_bounds=[0.5]"),
+    ({"algorithm.off_policy.geometric_bounds": [1.1, 1.2]}, "geometric_bounds=[1.1, 1.2]"),
+    ({"algorithm.off_policy.stop_kl": 0.01}, "stop_kl=0.01: must be at least warn_kl=0.1"),
     ({"sampling.temperature": 0.0}, "sampling.temperature=0.0: must be greater than 0"),
     ({"sampling.top_p": 1.5}, "sampling.top_p=1.5: must be at most 1"),
     ({"sampling.top_k": -1}, "sampling.top_k=-1"),
