@@ -207,11 +207,10 @@ class CheckpointManager:
         ranks, what = self._writers, f"save step {step}"
         temporary = ranks.on_rank_0(what, lambda: self._make_temporary(step))
         try:
-            write_shards(staged, temporary, ranks)
-            states = ranks.gather(rng)
-            with ranks.on(f"{what}: describe files"):
-                mine = [manifest.describe(f) for f in temporary.glob(f"__{self._rank}_*.distcp")]
-            files = [entry for entries in ranks.gather(mine) for entry in entries]
+            mine = write_shards(staged, temporary, ranks)
+            written = ranks.gather((mine, rng))
+            files = [entry for entries, _ in written for entry in entries]
+            states = [state for _, state in written]
 
             def publish() -> None:
                 write_state(temporary / STATE, states, run_state)

@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from hpc_rlhf.errors import ComponentError, UserError
 AttentionKernel = Literal["varlen", "sdpa"]
 
 _CPU = torch.device("cpu")
+_ALIGNMENT = 64  # bytes; of a cache line
 
 # What megatron-core makes every process say, and no user can act on: TransformerEngine and Apex are
 # not used here, and it calls collectives by names that torch has renamed. Only these texts: any
@@ -134,6 +135,48 @@ def peak_memory_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def host_buffers(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Uninitialised host tensors of the shapes and dtypes of ``like``, for :func:`copy_to_host`.
+
+    They share one piece of memory (on CUDA page-locked until the process ends, which takes about a
+    second for 4 GB) and have storages of their own, so that each can be serialised by itself.
+    """
+    offsets = [0]
+    for tensor in like:
+        offsets.append(offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    memory = torch.empty(offsets[-1], dtype=torch.uint8, device=_CPU)
+    if has_cuda() and memory.nbytes:
+        # Not pin_memory=True: torch's allocator rounds up to a power of two.
+        torch.cuda.check_error(
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        )
+    content = memory.numpy()
+    return [
+        torch.frombuffer(content, dtype=t.dtype, count=t.numel(), offset=offset).view(t.shape)
+        for t, offset in zip(like, offsets[:-1], strict=True)
+    ]
+
+
+def copy_to_host(
+    sources: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]
+) -> Callable[[], None]:
+    """Copy each source into its buffer, of :func:`host_buffers`.
+
+    On CUDA the copies are queued on the current stream: work queued behind them, which may change
+    the sources, begins when they are done, and this thread goes on.
+
+    Returns:
+        Waits until the buffers hold the copies; for any thread.
+    """
+    for source, buffer in zip(sources, buffers, strict=True):
+        buffer.copy_(source, non_blocking=True)
+    if not has_cuda():
+        return lambda: None
+    copied = torch.cuda.Event()
+    copied.record()
+    return copied.synchronize
 
 
 def _interface_of(address: str) -> str:
