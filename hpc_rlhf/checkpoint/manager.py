@@ -207,7 +207,7 @@ class CheckpointManager:
         ranks, what = self._writers, f"save step {step}"
         temporary = ranks.on_rank_0(what, lambda: self._make_temporary(step))
         try:
-            mine = write_shards(staged, temporary, ranks)
+            mine = write_shards(staged, temporary, ranks, what)
             written = ranks.gather((mine, rng))
             files = [entry for entries, _ in written for entry in entries]
             states = [state for _, state in written]

@@ -106,9 +106,14 @@ class Stager:
         return Staged(mine, content.getvalue(), wait)
 
 
-def write_shards(staged: Staged, directory: Path, agreement: Agreement) -> list[FileEntry]:
+def write_shards(
+    staged: Staged, directory: Path, agreement: Agreement, what: str
+) -> list[FileEntry]:
     """Write ``staged`` into ``directory``, fsynced. Collective over ``agreement``, in a thread of
     its own.
+
+    Args:
+        what: is being done, for messages.
 
     Returns:
         This rank's large files, of which the digests are known without reading them.
@@ -119,10 +124,10 @@ def write_shards(staged: Staged, directory: Path, agreement: Agreement) -> list[
     # The sha256 guards the bytes better, and torch never checks this one. Of this thread only.
     torch.serialization.set_crc32_options(False)
     writer = _ShardWriter(directory)
-    with agreement.on("write common.pt"):
+    with agreement.on(f"{what}: write common.pt"):
         if agreement.rank == 0:
             _write_common(staged.common, directory)
-    with agreement.on("write shards"):
+    with agreement.on(f"{what}: write shards"):
         staged.wait()
         try:
             save_state_dict(
@@ -135,7 +140,7 @@ def write_shards(staged: Staged, directory: Path, agreement: Agreement) -> list[
             mine = error.failures.get(dist.get_rank())
             if mine is not None:
                 raise mine[0] from None
-    with agreement.on("write metadata.json"):
+    with agreement.on(f"{what}: write metadata.json"):
         if agreement.rank == 0:
             save_config(FORMAT, str(directory))
     return writer.files.entries
