@@ -19,7 +19,7 @@ from hpc_rlhf.types import FrozenRef
 
 # What may change between attempts without changing what is learned.
 RESUMABLE_CHANGES = (
-    *("cluster.", "sampler.", "checkpoint.", "sync."),
+    *("cluster.", "sampler.", "checkpoint.", "sync.", "learner.parallel."),
     *("learner.collective_timeout_s", "run.max_attempts_without_progress"),
 )
 

@@ -1,0 +1,40 @@
+"""Opening a run again: what may differ, and that everything else is named."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rlhf import compose
+from hpc_rlhf.config import Config
+from hpc_rlhf.errors import UserError
+from hpc_rlhf.runs import check_resume, open_run
+
+
+def config(root: Path, *overrides: str) -> Config:
+    return compose.compose(["experiment=quickstart", f"run.root={root}", "run.name=a", *overrides])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learner.parallel.pipeline=2",
+        "cluster.learner.tasks_per_node=4",
+        "sampler.max_concurrency=3",
+        "checkpoint.asynchronous=false",
+        "sync.bucket_bytes=1048576",
+        "run.max_attempts_without_progress=9",
+    ],
+)
+def test_how_a_run_is_run_may_change(tmp_path: Path, override: str) -> None:
+    open_run(config(tmp_path))
+    check_resume(config(tmp_path, override))
+
+
+def test_what_it_learns_may_not_and_each_difference_is_named(tmp_path: Path) -> None:
+    run = open_run(config(tmp_path, "run.seed=3"))
+    before = run.config.read_text()
+    with pytest.raises(UserError) as raised:
+        open_run(config(tmp_path, "run.seed=4", "algorithm.mini_batches=2"))
+    assert "run.seed: was 3, now 4" in str(raised.value)
+    assert "algorithm.mini_batches: was 1, now 2" in str(raised.value)
+    assert run.config.read_text() == before
