@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hpc_rlhf.checkpoint.manager import CheckpointManager
+from hpc_rlhf.checkpoint.save_point import BEGINNING, SavePoint
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.stopping import SavePoints
 from hpc_rlhf.cluster.walltime import WalltimeGuard
@@ -25,7 +26,7 @@ from hpc_rlhf.learner import off_policy
 from hpc_rlhf.learner.algorithms import Algorithm
 from hpc_rlhf.learner.kl_control import KlController
 from hpc_rlhf.learner.stats import sequence_kl
-from hpc_rlhf.learner.trainer import Trainer
+from hpc_rlhf.learner.trainer import Trainer, UnfinishedUpdate, UpdateStopped
 from hpc_rlhf.models.megatron import PolicyModel, export_hf
 from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.observe.timeline import StepTimes
@@ -46,6 +47,14 @@ INTERRUPT_TIMEOUT_S = 10.0
 
 class StopRequested(Exception):
     """All ranks agreed to stop at this save point, whatever for; what was sampled is on disk."""
+
+
+@dataclass(frozen=True)
+class MidStep:
+    """A step that an attempt left between two optimizer steps, for the next one to go on with."""
+
+    experience: Experience
+    update: UnfinishedUpdate
 
 
 @dataclass
@@ -90,25 +99,59 @@ class OnlineRun:
     cursor: PromptCursor = field(default_factory=PromptCursor)  # behind the last finished step
     next_cursor: PromptCursor | None = None  # behind the one under way
     stats: dict[str, float] = field(default_factory=dict)  # of the step under way
-    saved: int | None = None
+    mid_step: MidStep | None = None
+    optimizer_steps: int = 0  # of the step under way, by this attempt
+    saved: SavePoint = BEGINNING
 
     def remaining(self) -> Iterator[int]:
         """The steps to do, counted from 1."""
         yield from range(self.completed + 1, self.config.steps + 1)
 
     def resume(self) -> None:
-        """Load the newest whole checkpoint, if there is one."""
-        step = self.checkpoints.latest(verify=True)
-        if step is not None:
-            state = self.checkpoints.load(step, self.trainer)
-            self.completed = self.saved = state["step"]
+        """Load the newest whole checkpoint that can be gone on from, if there is one."""
+        point = self.checkpoints.latest(verify=True, reject=self._no_experience)
+        if point is not None:
+            state = self.checkpoints.load(point, self.trainer)
+            self.completed, self.saved = point.step, point
             self.cursor = PromptCursor(**state["cursor"])
             self.kl = replace(self.kl, coef=state["kl_coef"])
+            if point.mini_batches:
+                self._resume_mid_step(**state["mid_step"])
         if self.coordinator is not None:
             self.coordinator.metrics.truncate(self.completed)
 
+    def _no_experience(self, point: SavePoint) -> str | None:
+        """Why there is nothing to go on with in the middle of a step; None if there is."""
+        if point.mini_batches == 0:
+            return None
+        try:
+            store.read_scored(self._rollouts(point.step + 1))
+        except (OSError, ValueError, KeyError) as error:
+            return f"the samples of its step under way cannot be read: {error}"
+        return None
+
+    def _resume_mid_step(
+        self, update: dict[str, Any], stats: dict[str, float], cursor: dict[str, Any]
+    ) -> None:
+        experience = None
+        if self.coordinator is not None:
+            experience = make_experience(*store.read_scored(self._rollouts(self.completed + 1)))
+        experience = self.control.broadcast(experience)
+        assert experience is not None
+        self.mid_step = MidStep(experience, UnfinishedUpdate.from_json(update))
+        self.stats, self.next_cursor = stats, PromptCursor(**cursor)
+
     def publish(self) -> None:
-        """Give every sampler the current weights, as policy version ``completed``."""
+        """Give every sampler the current weights, as policy version ``completed``.
+
+        Not before a stop, after which the next attempt begins with it; and not in the middle of a
+        step, whose weights are no version and are not sampled from.
+        """
+        if self.mid_step is not None:
+            return
+        if self.save_points.stop_before(Phase.SYNC):
+            self.stats |= {"sync/bytes": 0, "sync/replicas": 0, "sync/total_seconds": 0.0}
+            return
         sync = self.transport.publish(self.trainer.model, self.completed)
         self.stats |= {
             "sync/bytes": sync.bytes,
@@ -124,6 +167,8 @@ class OnlineRun:
         """
         if self.save_points.stop_before():
             raise StopRequested
+        if self.mid_step is not None:
+            return self.mid_step.experience.rollouts
         self.stats = {}
         rest = cursor = None
         if self.coordinator is not None:
@@ -192,30 +237,26 @@ class OnlineRun:
         Raises:
             StopRequested: the samples are on disk.
         """
+        if self.mid_step is not None:
+            return self.mid_step.experience
         self._stop_with(rollouts)
         scoring = None
         if self.coordinator is not None:
             scoring = self.coordinator.thread.submit(self.coordinator.verifiers.score, rollouts)
         old = self.trainer.log_probs(rollouts)
         ref = self.trainer.log_probs(rollouts, model=self.reference) if self.reference else None
+        log_probs = store.LearnerLogProbs(old=old, reference=ref)
         scores: Scores | None = None
         if self.coordinator is not None and scoring is not None:
             scores = scoring.result()
         self._stop_with(rollouts, Phase.TRAIN, Phase.SYNC)
         if scores is not None:
-            path = self.directory.rollouts / f"step_{rollouts[0].step}.h5"
-            store.write_step(path, rollouts, scores)
+            store.write_step(self._rollouts(rollouts[0].step), rollouts, scores, log_probs)
             spill.remove(self.directory)
         scores = self.control.broadcast(scores)
         assert scores is not None
         self.stats |= rollout_stats(rollouts, scores)
-        kept = [i for i in range(len(rollouts)) if i not in scores.excluded]
-        experience = Experience(
-            rollouts=tuple(rollouts[i] for i in kept),
-            rewards=scores.rewards[kept],
-            old_logprobs=tuple(old[i] for i in kept),
-            ref_logprobs=tuple(ref[i] for i in kept) if ref else None,
-        )
+        experience = make_experience(rollouts, scores, log_probs)
         self._watch_mismatch(experience)
         return experience
 
@@ -243,9 +284,24 @@ class OnlineRun:
             raise StopRequested
 
     def update(self, experience: Experience) -> None:
-        """Learn from the experience; the weights become the next policy version."""
-        algorithm = self.algorithm.with_kl_coef(self.kl.coef)
-        self.stats |= self.trainer.update(algorithm, experience)
+        """Learn from the experience; the weights become the next policy version.
+
+        Raises:
+            StopRequested: there are mini-batches left, of :attr:`mid_step`.
+        """
+        before = self.trainer.num_steps
+        try:
+            self.stats |= self.trainer.update(
+                self.algorithm.with_kl_coef(self.kl.coef),
+                experience,
+                unfinished=self.mid_step.update if self.mid_step else None,
+                stop=lambda: self.save_points.stop_before("optimizer_step", Phase.SYNC),
+            )
+        except UpdateStopped as stopped:
+            self.mid_step = MidStep(experience, stopped.unfinished)
+            raise StopRequested from None
+        self.optimizer_steps = self.trainer.num_steps - before
+        self.mid_step = None
         kl = sequence_kl(experience)
         if kl is not None:
             self.stats |= {"kl_sequence": kl, "kl_coef": self.kl.coef}
@@ -258,29 +314,42 @@ class OnlineRun:
         return step % self.checkpoint.every_steps == 0 or step == self.config.steps
 
     def save(self, *, wait: bool) -> None:
-        """Save the last finished step, unless it is saved or is the beginning.
+        """Save where the run is, unless that is saved or is the beginning.
 
         Args:
             wait: until it is durable; else it may be written while training goes on.
         """
-        if self.completed in (0, self.saved):
+        update = self.mid_step.update if self.mid_step else None
+        point = SavePoint(self.completed, update.mini_batches if update else 0)
+        if point == self.saved:
             if wait:
                 self.checkpoints.wait()
             return
-        state = {
+        state: dict[str, Any] = {
             "step": self.completed,
             "cursor": vars(self.cursor),
             "kl_coef": self.kl.coef,
         }
+        if update is not None:
+            state["mid_step"] = {
+                "update": update.to_json(),
+                "stats": self.stats,
+                "cursor": vars(self.next_cursor),
+            }
         wait = wait or not self.checkpoint.asynchronous
-        self.checkpoints.save(self.completed, self.trainer, state, wait=wait)
-        self.saved = self.completed
+        self.checkpoints.save(point, self.trainer, state, wait=wait)
+        self.saved = point
+
+    def _rollouts(self, step: int) -> Path:
+        return self.directory.rollouts / f"step_{step}.h5"
 
     def record(self, times: StepTimes) -> None:
         """Append the step's metrics, once per step whatever was resumed."""
         if self.coordinator is None:
             return
         record: dict[str, Any] = {**self.stats, **times.as_metrics()}
+        # what is not begun late in the walltime
+        record["time/optimizer_step"] = times.seconds[Phase.TRAIN] / max(1, self.optimizer_steps)
         self.coordinator.metrics.write(self.completed, self.attempt, record)
         self.coordinator.walltime.observe(record)
 
@@ -321,6 +390,20 @@ def sample_requests(
             for index in range(first, first + samples_per_prompt)
         ]
     return requests
+
+
+def make_experience(
+    rollouts: tuple[Rollout, ...], scores: Scores, log_probs: store.LearnerLogProbs
+) -> Experience:
+    """What is learned from scored rollouts: all but the excluded ones."""
+    kept = [i for i in range(len(rollouts)) if i not in scores.excluded]
+    reference = log_probs.reference
+    return Experience(
+        rollouts=tuple(rollouts[i] for i in kept),
+        rewards=scores.rewards[kept],
+        old_logprobs=tuple(log_probs.old[i] for i in kept),
+        ref_logprobs=tuple(reference[i] for i in kept) if reference else None,
+    )
 
 
 def rollout_stats(rollouts: tuple[Rollout, ...], scores: Scores) -> dict[str, float]:

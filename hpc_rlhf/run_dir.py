@@ -100,6 +100,11 @@ class RunDir:
         return self.path / "rollouts"
 
     @property
+    def partial_rollout(self) -> Path:
+        """What a stop in the middle of a rollout left; see :mod:`hpc_rlhf.rollout.spill`."""
+        return self.rollouts / "partial.h5"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics"
 

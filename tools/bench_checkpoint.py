@@ -27,6 +27,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from hpc_rlhf.checkpoint.manager import CheckpointManager
+from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.config import AlgorithmConfig, ParallelConfig
 from hpc_rlhf.data.tiny import make_tiny_model
 from hpc_rlhf.learner.algorithms import make_algorithm
@@ -128,10 +129,10 @@ def _measure(
         dist.barrier()
         began = time.perf_counter()
         if step % 2:
-            manager.save(step, trainer, {})
+            manager.save(SavePoint(step), trainer, {})
             measured.synchronous.append(_slowest(time.perf_counter() - began))
             continue
-        manager.save(step, trainer, {}, wait=False)
+        manager.save(SavePoint(step), trainer, {}, wait=False)
         measured.blocked.append(_slowest(time.perf_counter() - began))
         manager.wait()
         measured.written.append(_slowest(time.perf_counter() - began))

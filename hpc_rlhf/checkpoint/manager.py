@@ -1,4 +1,4 @@
-"""Checkpoints at step boundaries: published whole, loaded onto any layout of the learner.
+"""Checkpoints of save points: published whole, loaded onto any layout of the learner.
 
 A checkpoint is written into a hidden neighbour, every file made durable, the manifest last, and
 renamed into place. Only rank 0 looks at directories: ranks may disagree about what a shared
@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from hpc_rlhf.checkpoint import manifest
 from hpc_rlhf.checkpoint.agreement import Agreement
+from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.checkpoint.shards import Staged, Stager, write_shards
 from hpc_rlhf.checkpoint.state import (
     RngState,
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.h5"
 _HASHING_THREADS = 2  # of every rank; a node has several
-_TEMPORARY = re.compile(r"\.step_\d+\.tmp-(\d+)-[0-9a-f]+")  # group 1 is the attempt
+_TEMPORARY = re.compile(r"\.step_[\d+]+\.tmp-(\d+)-[0-9a-f]+")  # group 1 is the attempt
 
 
 class Checkpointable(Protocol):
@@ -76,18 +78,18 @@ class CheckpointManager:
         self._stager = Stager()
         self._writing: _Writing | None = None
 
-    def path(self, step: int) -> Path:
-        return self._directory / f"step_{step}"
+    def path(self, point: SavePoint) -> Path:
+        return self._directory / point.name
 
     def save(
         self,
-        step: int,
+        point: SavePoint,
         trainer: Checkpointable,
         run_state: Mapping[str, Any],
         *,
         wait: bool = True,
     ) -> Path:
-        """Write the checkpoint of ``step`` and publish it; returns its directory.
+        """Write the checkpoint of ``point`` and publish it; returns its directory.
 
         What is to be saved is copied to host memory, and written by a thread of its own. At most one
         save is under way: this one waits for the one before, and raises what became of it.
@@ -104,11 +106,11 @@ class CheckpointManager:
         self.wait()
         staged = self._stager.stage(trainer.sharded_state_dict(is_loading=False))
         rng, state = capture_rng(), copy.deepcopy(dict(run_state))
-        self._writing = _Writing(step, lambda: self._write(step, staged, rng, state))
+        self._writing = _Writing(point, lambda: self._write(point, staged, rng, state))
         self._writing.start()
         if wait:
             self.wait()
-        return self.path(step)
+        return self.path(point)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until no save is under way.
@@ -126,7 +128,7 @@ class CheckpointManager:
         writing.join(bound)
         if writing.is_alive():
             raise WaitTimeout(
-                f"checkpoint {self.path(writing.step)} is still being written after {bound:.0f} s"
+                f"checkpoint {self.path(writing.point)} is still being written after {bound:.0f} s"
             )
         self._writing = None
         if writing.error is not None:
@@ -143,29 +145,36 @@ class CheckpointManager:
         except Exception:
             logger.exception("the last save did not end well")
 
-    def latest(self, *, verify: bool = False) -> int | None:
-        """Step of the newest whole checkpoint, or None.
+    def latest(
+        self, *, verify: bool = False, reject: Callable[[SavePoint], str | None] | None = None
+    ) -> SavePoint | None:
+        """Save point of the newest whole checkpoint, or None.
 
         Broken ones are warned about, naming the file, and skipped; they are never deleted.
 
         Args:
             verify: compare the digests of all files, each read by one of the ranks, not only
                 their sizes.
+            reject: further reasons to skip one; asked on rank 0.
         """
         self.wait()
-        steps = self._agreement.on_rank_0(
-            "look for checkpoints", lambda: manifest.steps(self._directory)
+        points: list[SavePoint] = self._agreement.on_rank_0(
+            "look for checkpoints", lambda: manifest.save_points(self._directory)
         )
-        for step in steps:
-            reason = self._problem(step, verify=verify)
+        for point in points:
+            reason = self._problem(point, verify=verify)
+            if reason is None and reject is not None:
+                reason = self._agreement.on_rank_0("look at a checkpoint", partial(reject, point))
             if reason is None:
-                return int(step)
+                return point
             if self._rank == 0:
-                logger.warning("checkpoint %s is broken and skipped: %s", self.path(step), reason)
+                logger.warning("checkpoint %s is broken and skipped: %s", self.path(point), reason)
         return None
 
-    def load(self, step: int, trainer: Checkpointable, *, verify: bool = False) -> dict[str, Any]:
-        """Load the checkpoint of ``step`` into ``trainer`` and this rank's random streams.
+    def load(
+        self, point: SavePoint, trainer: Checkpointable, *, verify: bool = False
+    ) -> dict[str, Any]:
+        """Load the checkpoint of ``point`` into ``trainer`` and this rank's random streams.
 
         The layout (TP, PP, DP) may differ from the one that saved; see
         :func:`hpc_rlhf.checkpoint.state.restore_rank` for what then becomes of the streams.
@@ -177,13 +186,13 @@ class CheckpointManager:
             ComponentError: it is not whole, or not of this model.
         """
         self.wait()
-        path = self.path(step)
-        if reason := self._problem(step, verify=verify):
+        path = self.path(point)
+        if reason := self._problem(point, verify=verify):
             raise ComponentError(f"checkpoint {path} is not whole: {reason}")
         states, run_state = self._agreement.on_rank_0(
-            f"load step {step}", lambda: read_state(path / STATE)
+            f"load {point.name}", lambda: read_state(path / STATE)
         )
-        with self._agreement.on(f"load step {step}"):
+        with self._agreement.on(f"load {point.name}"):
             trainer.load_state_dict(
                 dist_checkpointing.load(
                     trainer.sharded_state_dict(is_loading=True),
@@ -201,11 +210,11 @@ class CheckpointManager:
     # -- the writing thread -----------------------------------------------------------------------
 
     def _write(
-        self, step: int, staged: Staged, rng: RngState, run_state: Mapping[str, Any]
+        self, point: SavePoint, staged: Staged, rng: RngState, run_state: Mapping[str, Any]
     ) -> None:
         """Write and publish; collective over the writing threads of all ranks."""
-        ranks, what = self._writers, f"save step {step}"
-        temporary = ranks.on_rank_0(what, lambda: self._make_temporary(step))
+        ranks, what = self._writers, f"save {point.name}"
+        temporary = ranks.on_rank_0(what, lambda: self._make_temporary(point))
         try:
             mine = write_shards(staged, temporary, ranks, what)
             written = ranks.gather((mine, rng))
@@ -214,7 +223,7 @@ class CheckpointManager:
 
             def publish() -> None:
                 write_state(temporary / STATE, states, run_state)
-                self._publish(step, temporary, files)
+                self._publish(point, temporary, files)
                 self._retire()
 
             ranks.on_rank_0(f"{what}: publish", publish)
@@ -225,31 +234,31 @@ class CheckpointManager:
 
     # -- rank 0 only ------------------------------------------------------------------------------
 
-    def _make_temporary(self, step: int) -> Path:
+    def _make_temporary(self, point: SavePoint) -> Path:
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.iterdir():
             unfinished = _TEMPORARY.fullmatch(path.name)
             if unfinished and int(unfinished[1]) < self._attempt:
                 logger.info("removing %s, left by an earlier attempt", path)
                 shutil.rmtree(path, ignore_errors=True)
-        temporary = self._temporary(step)
+        temporary = self._temporary(point)
         temporary.mkdir()
         return temporary
 
-    def _temporary(self, step: int) -> Path:
-        name = f".step_{step}.tmp-{self._attempt}-{secrets.token_hex(4)}"
+    def _temporary(self, point: SavePoint) -> Path:
+        name = f".{point.name}.tmp-{self._attempt}-{secrets.token_hex(4)}"
         return self._directory / name
 
-    def _publish(self, step: int, temporary: Path, files: list[manifest.FileEntry]) -> None:
+    def _publish(self, point: SavePoint, temporary: Path, files: list[manifest.FileEntry]) -> None:
         written = {entry.name for entry in files}
         for file in sorted(temporary.iterdir()):
             if file.name not in written:
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
                 files.append(manifest.describe(file))
-        manifest.publish_manifest(temporary, step, dist.get_world_size(), files)
+        manifest.publish_manifest(temporary, point, dist.get_world_size(), files)
         fsync_directory(temporary)
-        target = self.path(step)
+        target = self.path(point)
         if target.exists():
             aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
             logger.warning("%s is there already (broken?) and is kept as %s", target, aside)
@@ -261,21 +270,22 @@ class CheckpointManager:
         """Delete whole checkpoints beyond the newest ``keep``; broken ones are left to a person."""
         if self._keep == 0:
             return
-        whole = [s for s in manifest.steps(self._directory) if not manifest.problem(self.path(s))]
-        for step in whole[self._keep :]:
+        points = manifest.save_points(self._directory)
+        whole = [point for point in points if not manifest.problem(self.path(point))]
+        for point in whole[self._keep :]:
             # Renamed first: a half-deleted directory must not look like a broken checkpoint.
-            doomed = self._temporary(step)
+            doomed = self._temporary(point)
             try:
-                self.path(step).rename(doomed)
+                self.path(point).rename(doomed)
                 shutil.rmtree(doomed)
             except OSError as error:  # the new checkpoint is safe, and NFS keeps opened files
                 logger.warning("old checkpoint %s not deleted: %s", doomed, error)
 
     # -- all ranks --------------------------------------------------------------------------------
 
-    def _problem(self, step: int, *, verify: bool) -> str | None:
+    def _problem(self, point: SavePoint, *, verify: bool) -> str | None:
         """:func:`manifest.problem` of a checkpoint, its files hashed by all ranks together."""
-        path = self.path(step)
+        path = self.path(point)
         reason = self._agreement.on_rank_0("look at a checkpoint", lambda: manifest.problem(path))
         if reason is not None or not verify:
             return reason
@@ -292,9 +302,9 @@ class CheckpointManager:
 class _Writing(threading.Thread):
     """The save under way. A daemon: a process that has failed does not wait for a dead disk."""
 
-    def __init__(self, step: int, write: Callable[[], None]) -> None:
-        super().__init__(name=f"checkpoint-{step}", daemon=True)
-        self.step = step
+    def __init__(self, point: SavePoint, write: Callable[[], None]) -> None:
+        super().__init__(name=f"checkpoint-{point}", daemon=True)
+        self.point = point
         self.error: Exception | None = None
         self._write = write
 

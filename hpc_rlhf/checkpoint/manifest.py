@@ -4,17 +4,16 @@
 without it is no checkpoint; one with a missing, shortened or changed file is broken.
 """
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_rlhf.checkpoint.frozen import file_sha256
+from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.fs import publish_json, read_json
 
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step_(\d+)")
 _WORKERS = 8
 
 
@@ -29,7 +28,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    step: int
+    point: SavePoint
     world_size: int
     files: tuple[FileEntry, ...]  # by name
 
@@ -40,11 +39,11 @@ def describe(file: Path) -> FileEntry:
 
 
 def publish_manifest(
-    directory: Path, step: int, world_size: int, files: Iterable[FileEntry]
+    directory: Path, point: SavePoint, world_size: int, files: Iterable[FileEntry]
 ) -> None:
     """Write the manifest: from here on ``directory`` is whole."""
     entries = sorted((asdict(file) for file in files), key=lambda entry: entry["name"])
-    value = {"step": step, "world_size": world_size, "files": entries}
+    value = {**asdict(point), "world_size": world_size, "files": entries}
     publish_json(directory / MANIFEST, value)
 
 
@@ -58,7 +57,8 @@ def read_manifest(directory: Path) -> Manifest:
     value = read_json(directory / MANIFEST)
     try:
         files = tuple(FileEntry(**entry) for entry in value["files"])
-        return Manifest(step=value["step"], world_size=value["world_size"], files=files)
+        point = SavePoint(value["step"], value.get("mini_batches", 0))
+        return Manifest(point=point, world_size=value["world_size"], files=files)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{directory / MANIFEST}: not a manifest: {error!r}") from error
 
@@ -130,9 +130,9 @@ def share(files: Sequence[FileEntry], rank: int, ranks: int) -> list[FileEntry]:
     return mine
 
 
-def steps(checkpoints: Path) -> list[int]:
-    """Steps that have a directory in ``checkpoints``, whole or not, newest first."""
+def save_points(checkpoints: Path) -> list[SavePoint]:
+    """Save points that have a directory in ``checkpoints``, whole or not, newest first."""
     if not checkpoints.is_dir():
         return []
-    found = (_STEP.fullmatch(path.name) for path in checkpoints.iterdir() if path.is_dir())
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+    found = (SavePoint.parse(path.name) for path in checkpoints.iterdir() if path.is_dir())
+    return sorted((point for point in found if point is not None), reverse=True)

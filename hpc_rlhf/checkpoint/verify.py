@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 
 from hpc_rlhf.checkpoint import frozen, manifest
+from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.observe.metrics import METRICS_FILE
@@ -51,8 +52,8 @@ def verify_run(run: RunDir, *, on_bytes: OnBytes | None = None) -> Iterator[Find
         on_bytes: called with every count of bytes read and hashed, from several threads.
     """
     with ThreadPoolExecutor(_WORKERS) as pool:
-        for step in reversed(manifest.steps(run.checkpoints)):
-            yield _checkpoint(run, step, pool, on_bytes)
+        for point in reversed(manifest.save_points(run.checkpoints)):
+            yield _checkpoint(run, point, pool, on_bytes)
     if run.rollouts.is_dir():
         for path in sorted(run.rollouts.glob("*.h5"), key=_step_of):
             yield _rollouts(run, path)
@@ -65,8 +66,8 @@ def total_bytes(run: RunDir) -> int:
     """What :func:`verify_run` will report to ``on_bytes`` if all is whole."""
     sizes = [
         sum(entry.size for entry in listed.files)
-        for step in manifest.steps(run.checkpoints)
-        if (listed := manifest.try_manifest(run.checkpoints / f"step_{step}")[0]) is not None
+        for point in manifest.save_points(run.checkpoints)
+        if (listed := manifest.try_manifest(run.checkpoints / point.name)[0]) is not None
     ]
     try:
         models, data = _pinned(run)
@@ -79,9 +80,9 @@ def total_bytes(run: RunDir) -> int:
 
 
 def _checkpoint(
-    run: RunDir, step: int, pool: ThreadPoolExecutor, on_bytes: OnBytes | None
+    run: RunDir, point: SavePoint, pool: ThreadPoolExecutor, on_bytes: OnBytes | None
 ) -> Finding:
-    directory = run.checkpoints / f"step_{step}"
+    directory = run.checkpoints / point.name
     what = str(directory.relative_to(run.path))
     listed, reason = manifest.try_manifest(directory)
     if listed is None:
@@ -93,8 +94,11 @@ def _checkpoint(
         )
 
     problems = tuple(filter(None, pool.map(check, listed.files)))
-    if listed.step != step:
-        problems = (f"{manifest.MANIFEST}: of step {listed.step}", *problems)
+    if listed.point != point:
+        problems = (f"{manifest.MANIFEST}: of {listed.point.name}", *problems)
+    if point.mini_batches and not (run.rollouts / f"step_{point.step + 1}.h5").exists():
+        missing = f"rollouts/step_{point.step + 1}.h5, which it goes on with, is missing"
+        problems = (*problems, missing)
     return Finding(what, len(listed.files), sum(entry.size for entry in listed.files), problems)
 
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from hpc_rlhf.checkpoint import manifest
+from hpc_rlhf.checkpoint.save_point import BEGINNING, SavePoint
 from hpc_rlhf.config import Requeue
 from hpc_rlhf.errors import ComponentError, ExitCode, UserError
 from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.launch.diagnosis import Diagnosis
 from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.launch.srun import COMMAND_TIMEOUT_S, JobRecord, job_record, slurm_command
-from hpc_rlhf.observe.metrics import read_metrics
 from hpc_rlhf.run_dir import Attempt, RunDir
 
 QueueAgain = Callable[[str], str]
@@ -54,12 +55,35 @@ def find_chain(run: RunDir, job_id: str) -> Chain:
     return Chain(name, predecessor, _stalled(run, numbers, name))
 
 
-def progress(run: RunDir) -> int:
-    """The newest step that left something behind: a published checkpoint, or a record of metrics."""
-    manifests = run.checkpoints.glob("step_*/manifest.json")
-    saved = [int(path.parent.name.removeprefix("step_")) for path in manifests]
-    records = read_metrics(run)
-    return max([0, *saved, *(int(record["step"]) for record in records[-1:])])
+def progress(run: RunDir) -> list[int]:
+    """What the next attempt need not do again; grows with every attempt that is of use.
+
+    Finished steps, mini-batches of the step after them, and finished samples of that step: what the
+    newest checkpoint holds, and what was left of a rollout.
+    """
+    newest = _newest(run)
+    return [newest.step, newest.mini_batches, _samples_left(run, newest.step + 1)]
+
+
+def _newest(run: RunDir) -> SavePoint:
+    points = manifest.save_points(run.checkpoints)
+    published = (p for p in points if (run.checkpoints / p.name / manifest.MANIFEST).exists())
+    return next(published, BEGINNING)
+
+
+def _samples_left(run: RunDir, step: int) -> int:
+    if not run.partial_rollout.exists():
+        return 0
+    from hpc_rlhf.rollout import (
+        store,  # HDF5 costs a third of a second that most starts do not need
+    )
+
+    try:
+        rollouts, _ = store.read_step(run.partial_rollout)
+    except (OSError, ValueError, KeyError):  # it does not count, and the learner will say why
+        return 0
+    left = [rollout for rollout in rollouts if rollout.step == step]
+    return sum(rollout.completion.finish_reason != "abort" for rollout in left)
 
 
 def conclude(plan: JobPlan, attempt: Attempt, ending: Diagnosis, *, by_user: bool) -> Diagnosis:
@@ -103,7 +127,7 @@ def _stalled_reason(plan: JobPlan, stalled: int, ending: Diagnosis | None) -> st
             f"({plan.time_min}) if it does not. "
         )
     return (
-        f"{stalled} attempts in a row made no progress beyond step {progress(plan.run)}, and "
+        f"{stalled} attempts in a row made no progress beyond step {_newest(plan.run)}, and "
         f"run.max_attempts_without_progress={plan.max_attempts_without_progress}{last}. {short}"
         "Submit it again when the cause is removed"
     )

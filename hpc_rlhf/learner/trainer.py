@@ -7,7 +7,7 @@ and data-parallel ranks: Megatron neither divides by token counts nor averages.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,34 @@ class _Reduced:
     sums: Mapping[str, float] = field(default_factory=dict)
     maxima: Mapping[str, float] = field(default_factory=dict)
     not_finite: tuple[int, ...] = ()  # indices of sequences with a loss that is not finite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnfinishedUpdate:
+    """An update that was stopped between two of its optimizer steps: what is known of the first ones."""
+
+    first_step: int  # optimizer steps before it: what the order of its samples is drawn from
+    mini_batches: int  # done, of :func:`mini_batch_plan`
+    steps: tuple[StepStats, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "UnfinishedUpdate":
+        return cls(**{**value, "steps": tuple(StepStats(**step) for step in value["steps"])})
+
+
+class UpdateStopped(Exception):
+    """An update was left between two optimizer steps; the weights are those after ``unfinished``."""
+
+    def __init__(self, unfinished: UnfinishedUpdate) -> None:
+        super().__init__(f"stopped after {unfinished.mini_batches} mini-batches")
+        self.unfinished = unfinished
+
+
+def _never() -> bool:
+    return False
 
 
 class Trainer:
@@ -127,11 +155,22 @@ class Trainer:
         """Optimizer steps taken."""
         return self._optimizer.num_steps
 
-    def update(self, algorithm: Algorithm, experience: Experience) -> dict[str, float]:
+    def update(
+        self,
+        algorithm: Algorithm,
+        experience: Experience,
+        *,
+        unfinished: UnfinishedUpdate | None = None,
+        stop: Callable[[], bool] = _never,
+    ) -> dict[str, float]:
         """Learn from one batch of rollouts: ``epochs`` x ``mini_batches`` optimizer steps.
 
         Args:
             experience: the same on every rank.
+            unfinished: of an earlier update from the same experience, whose weights and optimizer
+                state were loaded: only its other mini-batches are learned from. What is learned
+                and returned is bitwise what it would have been in one go.
+            stop: collective; asked between two optimizer steps, ends the update there.
 
         Returns:
             The same on every rank. Means over optimizer steps: ``loss``, ``grad_norm`` (before
@@ -142,6 +181,7 @@ class Trainer:
             were rejected, in which the optimizer did not step.
 
         Raises:
+            UpdateStopped: ``stop`` returned True.
             ComponentError: a loss or gradient is not finite (the optimizer did not step), or no
                 completion has a token.
             ValueError: the algorithm needs reference log-probs and there are none.
@@ -149,14 +189,20 @@ class Trainer:
         if not experience.rollouts:
             raise ComponentError("learner: no rollouts to learn from, all were excluded")
         lesson = algorithm.lesson(experience)
-        steps = []
+        first_step = unfinished.first_step if unfinished else self.num_steps
+        done = unfinished.mini_batches if unfinished else 0
+        steps = list(unfinished.steps) if unfinished else []
         plan = mini_batch_plan(
             len(experience.rollouts),
             algorithm.epochs,
             algorithm.mini_batches,
-            seed=(self._seed, self.num_steps),
+            seed=(self._seed, first_step),
         )
-        for indices in plan:
+        for number, indices in enumerate(plan[done:], done):
+            if number > done and stop():
+                raise UpdateStopped(
+                    UnfinishedUpdate(first_step=first_step, mini_batches=number, steps=tuple(steps))
+                )
             items, names = lesson_items(
                 lesson, experience.rollouts, indices, algorithm.loss_mean, self._max_new_tokens
             )

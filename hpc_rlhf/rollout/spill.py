@@ -8,7 +8,6 @@ from hpc_rlhf.rollout.sampler import SampleRequest
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Rollout
 
-_FILE = "partial.h5"
 _Key = tuple[int, str, int]
 
 
@@ -24,12 +23,12 @@ class Remainder:
 
 def write(run: RunDir, rollouts: Sequence[Rollout]) -> None:
     """Publish finished and unfinished samples of one step; an unfinished one has reason "abort"."""
-    store.write_step(run.rollouts / _FILE, rollouts, None)
+    store.write_step(run.partial_rollout, rollouts, None)
 
 
 def read(run: RunDir, step: int) -> dict[_Key, Rollout]:
     """The samples that were left of ``step``; none if those on disk are of another step."""
-    path = run.rollouts / _FILE
+    path = run.partial_rollout
     if not path.exists():
         return {}
     rollouts, _ = store.read_step(path)
@@ -38,7 +37,7 @@ def read(run: RunDir, step: int) -> dict[_Key, Rollout]:
 
 def remove(run: RunDir) -> None:
     """Forget what was left: its step is done."""
-    (run.rollouts / _FILE).unlink(missing_ok=True)
+    run.partial_rollout.unlink(missing_ok=True)
 
 
 def remainder(

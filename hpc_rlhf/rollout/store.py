@@ -21,6 +21,9 @@ Layout (N samples, P distinct prompts, V version spans; ``x[offsets[i]:offsets[i
 ``versions/spans``      int64 [V,3]  policy version, start, end
 ``scores/rewards``      float32 [N]  NaN where excluded; the group is absent before scoring
 ``scores/excluded``     str [N]      why a sample is excluded, "" where it is not
+``learner/old``         float32      the policy's log-probs, rows as ``samples/logprobs``; the group
+                                     is absent before the learner has read the samples
+``learner/reference``   float32      the reference's; absent without one
 ======================  ===========  ================================================================
 
 The file's attribute ``format`` is :data:`FORMAT`.
@@ -29,6 +32,7 @@ The file's attribute ``format`` is :data:`FORMAT`.
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +46,21 @@ from hpc_rlhf.types import Completion, Prompt, Rollout, Scores, VersionSpan
 FORMAT = 1
 
 
-def write_step(path: Path, rollouts: Sequence[Rollout], scores: Scores | None) -> Path:
-    """Publish ``rollouts`` and their scores as ``path``, whole or not at all.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerLogProbs:
+    """Log-probs of N completions' tokens under the learner's models, in rollout order."""
+
+    old: tuple[NDArray[np.float32], ...]  # N x [T_i], of the policy before the step
+    reference: tuple[NDArray[np.float32], ...] | None  # N x [T_i]
+
+
+def write_step(
+    path: Path,
+    rollouts: Sequence[Rollout],
+    scores: Scores | None,
+    log_probs: LearnerLogProbs | None = None,
+) -> Path:
+    """Publish ``rollouts``, their scores and log-probs as ``path``, whole or not at all.
 
     Raises:
         TypeError: a prompt's fields are not JSON.
@@ -55,6 +72,10 @@ def write_step(path: Path, rollouts: Sequence[Rollout], scores: Scores | None) -
     if scores is not None:
         contents["scores/rewards"] = np.asarray(scores.rewards, np.float32)
         contents["scores/excluded"] = [scores.excluded.get(i, "") for i in range(len(rollouts))]
+    if log_probs is not None:
+        contents["learner/old"] = _ragged(log_probs.old, np.float32)[1]
+        if log_probs.reference is not None:
+            contents["learner/reference"] = _ragged(log_probs.reference, np.float32)[1]
     # In memory first: HDF5 reads while it writes, and a published file is written once.
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
@@ -74,15 +95,42 @@ def read_step(path: Path) -> tuple[tuple[Rollout, ...], Scores | None]:
         OSError: no such file, or not HDF5.
         ValueError: written in another format.
     """
+    return _rollouts(_read(path))
+
+
+def read_scored(path: Path) -> tuple[tuple[Rollout, ...], Scores, LearnerLogProbs]:
+    """Read all of a step that the learner has read and scored; arrays come back bit for bit.
+
+    Raises:
+        OSError: no such file, or not HDF5.
+        ValueError: written in another format, or before the step was scored.
+    """
+    data = _read(path)
+    rollouts, scores = _rollouts(data)
+    if scores is None or "learner/old" not in data:
+        raise ValueError(f"{path}: its samples were not scored yet")
+    ends = data["samples/offsets"][1:-1]
+    reference = data.get("learner/reference")
+    log_probs = LearnerLogProbs(
+        old=tuple(np.split(data["learner/old"], ends)),
+        reference=None if reference is None else tuple(np.split(reference, ends)),
+    )
+    return rollouts, scores, log_probs
+
+
+def _read(path: Path) -> dict[str, Any]:
     # Without a lock: a published file never changes, and a filesystem without flock refuses them.
     with h5py.File(path, "r", locking=False) as file:
         if file.attrs.get("format") != FORMAT:
             raise ValueError(f"{path}: rollout format {file.attrs.get('format')}, not {FORMAT}")
-        data = {
+        return {
             f"{group}/{name}": dataset.asstr()[:] if dataset.dtype.kind == "O" else dataset[:]
             for group, members in file.items()
             for name, dataset in members.items()
         }
+
+
+def _rollouts(data: Mapping[str, Any]) -> tuple[tuple[Rollout, ...], Scores | None]:
     prompts = _read_prompts(data)
     rollouts = tuple(
         Rollout(

@@ -21,10 +21,11 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from hpc_rlhf.checkpoint import manifest, shards
 from hpc_rlhf.checkpoint.manager import CheckpointManager
+from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.config import AlgorithmConfig, KlConfig, OptimizerConfig, ParallelConfig, Schedule
 from hpc_rlhf.errors import ComponentError, WaitTimeout
 from hpc_rlhf.learner.algorithms import make_algorithm
-from hpc_rlhf.learner.trainer import Trainer
+from hpc_rlhf.learner.trainer import Trainer, UnfinishedUpdate, UpdateStopped
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Experience
 from tests.distributed.learner_fixtures import experience, make_trainer, whole_tensors
@@ -129,15 +130,15 @@ def test_resuming_is_bitwise_exact(
         trainer = _trainer(directory, parallel, dtype=dtype)
         _seed_streams()
         _learn(trainer, batch, 2)
-        CheckpointManager(RunDir(tmp_path), keep=2).save(2, trainer, RUN_STATE)
+        CheckpointManager(RunDir(tmp_path), keep=2).save(SavePoint(2), trainer, RUN_STATE)
         return _learn(trainer, batch, 2), _bits(trainer), _draws()
 
     def resumed() -> tuple[Any, ...]:
         trainer = _trainer(directory, parallel, dtype=dtype)
         manager = CheckpointManager(RunDir(tmp_path), keep=2)
         fresh = _draws()
-        assert manager.latest(verify=True) == 2
-        assert manager.load(2, trainer, verify=True) == RUN_STATE
+        assert manager.latest(verify=True) == SavePoint(2)
+        assert manager.load(SavePoint(2), trainer, verify=True) == RUN_STATE
         assert trainer.num_steps == 4
         return _learn(trainer, batch, 2), _bits(trainer), _draws(), fresh
 
@@ -149,6 +150,45 @@ def test_resuming_is_bitwise_exact(
             assert fresh[stream] != value, f"stream {stream} need not have been restored"
     assert len({json.dumps(draws) for _, _, draws in expected}) == world, "streams differ by rank"
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+
+
+@pytest.mark.parametrize("stop_after", [1, 4])
+def test_update_that_is_stopped_between_its_steps_is_gone_on_with(
+    directory: Path, batch: Experience, tmp_path: Path, stop_after: int
+) -> None:
+    """Two epochs of three mini-batches, shuffled: bit by bit what it is in one go, statistics too."""
+    algorithm = make_algorithm(AlgorithmConfig(kl=KlConfig(coef=0.05), epochs=2, mini_batches=3))
+    point = SavePoint(1, stop_after)
+
+    def uninterrupted() -> tuple[Any, ...]:
+        trainer = _trainer(directory, ParallelConfig())
+        return [trainer.update(algorithm, batch) for _ in range(3)], _bits(trainer)
+
+    def stopped() -> dict[str, float]:
+        trainer = _trainer(directory, ParallelConfig())
+        first = trainer.update(algorithm, batch)
+        asked = iter(range(1, stop_after + 1))
+        with pytest.raises(UpdateStopped) as raised:
+            trainer.update(algorithm, batch, stop=lambda: next(asked) == stop_after)
+        assert trainer.num_steps == 6 + stop_after
+        state = {"update": raised.value.unfinished.to_json()}
+        CheckpointManager(RunDir(tmp_path), keep=1).save(point, trainer, state)
+        return first
+
+    def resumed() -> tuple[Any, ...]:
+        trainer = _trainer(directory, ParallelConfig())
+        state = CheckpointManager(RunDir(tmp_path), keep=1).load(point, trainer)
+        unfinished = UnfinishedUpdate.from_json(state["update"])
+        rest = trainer.update(algorithm, batch, unfinished=unfinished)
+        return [rest, trainer.update(algorithm, batch)], _bits(trainer)
+
+    straight = run_ranks(uninterrupted, 2)
+    firsts = run_ranks(stopped, 2)
+    for (stats, bits), first, (rest, found) in zip(
+        straight, firsts, run_ranks(resumed, 2), strict=True
+    ):
+        assert [first, *rest] == stats
+        assert found == bits
 
 
 TP2, PP2 = ParallelConfig(tensor=2), ParallelConfig(pipeline=2)
@@ -178,13 +218,13 @@ def test_another_layout_goes_on_from_it(
     def saves() -> tuple[Any, ...]:
         trainer = _trainer(directory, before)
         _learn(trainer, batch, 1)
-        CheckpointManager(RunDir(tmp_path), keep=2).save(1, trainer, RUN_STATE)
+        CheckpointManager(RunDir(tmp_path), keep=2).save(SavePoint(1), trainer, RUN_STATE)
         return whole_tensors(trainer.model), _learn(trainer, batch, 4)
 
     def loads() -> tuple[Any, ...]:
         trainer = _trainer(directory, after)
         manager = CheckpointManager(RunDir(tmp_path), keep=2)
-        assert manager.load(1, trainer) == RUN_STATE
+        assert manager.load(SavePoint(1), trainer) == RUN_STATE
         return whole_tensors(trainer.model), _learn(trainer, batch, 4)
 
     saved, loaded = run_ranks(saves, ranks), run_ranks(loads, 2)
@@ -210,7 +250,7 @@ def saved(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         trainer = _trainer(directory, ParallelConfig(tensor=2))
         manager = CheckpointManager(RunDir(run), keep=0)
         for step in (1, 2, 3):
-            manager.save(step, trainer, {"step": step})
+            manager.save(SavePoint(step), trainer, {"step": step})
 
     run_ranks(saves, 2)
     return run
@@ -226,10 +266,10 @@ def _flip_byte(file: Path) -> None:
     file.write_bytes(content)
 
 
-def _latest(run: Path, *, verify: bool) -> tuple[int | None, list[str]]:
+def _latest(run: Path, *, verify: bool) -> tuple[SavePoint | None, list[str]]:
     """`latest` of two ranks with rank 0's warnings."""
 
-    def look() -> tuple[int | None, list[str]]:
+    def look() -> tuple[SavePoint | None, list[str]]:
         records: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -246,13 +286,13 @@ def test_broken_checkpoints_are_skipped_and_said_and_kept(saved: Path, tmp_path:
     run = tmp_path / "run"
     shutil.copytree(saved, run)
     checkpoints = run / "checkpoints"
-    assert _latest(run, verify=True) == (3, [])
+    assert _latest(run, verify=True) == (SavePoint(3), [])
 
     flipped = _largest_shard(checkpoints / "step_3")
     _flip_byte(flipped)
-    assert _latest(run, verify=False) == (3, []), "sizes cannot tell"
+    assert _latest(run, verify=False) == (SavePoint(3), []), "sizes cannot tell"
     found, (warning,) = _latest(run, verify=True)
-    assert found == 2
+    assert found == SavePoint(2)
     assert "step_3 is broken" in warning
     assert f"{flipped.name}: sha256" in warning
 
@@ -262,7 +302,7 @@ def test_broken_checkpoints_are_skipped_and_said_and_kept(saved: Path, tmp_path:
         file.truncate(size - 1)
     (checkpoints / "step_3" / manifest.MANIFEST).unlink()
     found, warnings = _latest(run, verify=False)
-    assert found == 1
+    assert found == SavePoint(1)
     assert "manifest.json is missing" in warnings[0]
     assert f"{shard.name}: {size - 1} bytes, expected {size}" in warnings[1]
 
@@ -283,7 +323,7 @@ def test_each_file_is_read_by_one_rank(saved: Path, monkeypatch: pytest.MonkeyPa
             return check(directory, entry)
 
         monkeypatch.setattr(manifest, "digest_problem", recording)
-        assert CheckpointManager(RunDir(saved), keep=1).latest(verify=True) == 3
+        assert CheckpointManager(RunDir(saved), keep=1).latest(verify=True) == SavePoint(3)
         return names
 
     first, second = run_ranks(look, 2)
@@ -301,7 +341,7 @@ def test_a_broken_checkpoint_is_not_loaded(saved: Path, directory: Path, tmp_pat
     def loads() -> str:
         trainer = _trainer(directory, ParallelConfig(tensor=2))
         with pytest.raises(ComponentError) as raised:
-            CheckpointManager(RunDir(run), keep=1).load(3, trainer)
+            CheckpointManager(RunDir(run), keep=1).load(SavePoint(3), trainer)
         return str(raised.value)
 
     for message in run_ranks(loads, 2):
@@ -314,7 +354,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     def loads() -> str:
         trainer = _trainer(tiny_models["qwen3"], ParallelConfig(tensor=2))
         with pytest.raises(ComponentError) as raised:
-            CheckpointManager(RunDir(saved), keep=0).load(3, trainer)
+            CheckpointManager(RunDir(saved), keep=0).load(SavePoint(3), trainer)
         return str(raised.value)
 
     for message in run_ranks(loads, 2):
@@ -332,7 +372,7 @@ def test_retention_counts_whole_ones_only(saved: Path, directory: Path, tmp_path
 
     def saves() -> None:
         trainer = _trainer(directory, ParallelConfig())
-        CheckpointManager(RunDir(run), keep=2, attempt=2).save(4, trainer, {})
+        CheckpointManager(RunDir(run), keep=2, attempt=2).save(SavePoint(4), trainer, {})
 
     run_ranks(saves, 1)
     names = sorted(p.name for p in checkpoints.iterdir())
@@ -349,7 +389,7 @@ def test_saving_a_step_again_puts_the_old_one_aside(
 
     def saves() -> None:
         trainer = _trainer(directory, ParallelConfig())
-        CheckpointManager(RunDir(run), keep=0).save(3, trainer, {})
+        CheckpointManager(RunDir(run), keep=0).save(SavePoint(3), trainer, {})
 
     run_ranks(saves, 1)
     assert manifest.problem(checkpoints / "step_3", digests=True) is None
@@ -381,7 +421,7 @@ def test_a_failed_save_fails_on_every_rank_and_leaves_nothing(
         if torch.distributed.get_rank() == failing_rank:
             monkeypatch.setattr(target, full)
         with pytest.raises(ComponentError) as raised:
-            manager.save(1, trainer, {})
+            manager.save(SavePoint(1), trainer, {})
         return str(raised.value)
 
     for message in run_ranks(saves, 2, timeout_s=60):
@@ -420,21 +460,21 @@ def test_training_goes_on_while_it_is_written(
         state = {"step": 1, "cursor": {"position": 4}}
         manager = CheckpointManager(RunDir(tmp_path), keep=0)
         before = _bits(trainer)
-        manager.save(1, trainer, state, wait=False)
+        manager.save(SavePoint(1), trainer, state, wait=False)
         state["cursor"]["position"] = 5
         course = _learn(trainer, batch, 2), _bits(trainer), _draws()
         assert course[1] != before
         with pytest.raises(WaitTimeout, match="step_1 is still being written"):
             manager.wait(0.01)
-        assert manifest.steps(tmp_path / "checkpoints") == []
+        assert manifest.save_points(tmp_path / "checkpoints") == []
         go.set()
         manager.wait()
-        assert manager.latest(verify=True) == 1
+        assert manager.latest(verify=True) == SavePoint(1)
         return course
 
     def loads() -> tuple[Any, ...]:
         trainer = _trainer(directory, ParallelConfig(), dtype=dtype)
-        state = CheckpointManager(RunDir(tmp_path), keep=0).load(1, trainer)
+        state = CheckpointManager(RunDir(tmp_path), keep=0).load(SavePoint(1), trainer)
         assert state == {"step": 1, "cursor": {"position": 4}}
         return _learn(trainer, batch, 2), _bits(trainer), _draws()
 
@@ -454,8 +494,10 @@ def test_one_save_at_a_time_and_buffers_are_used_again(
         weights = []
         for step in (1, 2, 3):
             _learn(trainer, batch, 1)
-            manager.save(step, trainer, {}, wait=False)
-            assert manifest.steps(tmp_path / "checkpoints")[: step - 1] == [*range(step - 1, 0, -1)]
+            manager.save(SavePoint(step), trainer, {}, wait=False)
+            assert manifest.save_points(tmp_path / "checkpoints")[: step - 1] == [
+                SavePoint(before) for before in range(step - 1, 0, -1)
+            ]
             weights.append(whole_tensors(trainer.model))
         manager.close(60)
         return weights
@@ -463,10 +505,10 @@ def test_one_save_at_a_time_and_buffers_are_used_again(
     def loads() -> list[dict[str, torch.Tensor]]:
         trainer = _trainer(directory, ParallelConfig(tensor=2))
         manager = CheckpointManager(RunDir(tmp_path), keep=0)
-        assert manager.latest(verify=True) == 3
+        assert manager.latest(verify=True) == SavePoint(3)
         weights = []
         for step in (1, 2, 3):
-            manager.load(step, trainer, verify=True)
+            manager.load(SavePoint(step), trainer, verify=True)
             weights.append(whole_tensors(trainer.model))
         return weights
 
@@ -484,22 +526,22 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_every_rank(
     def saves() -> str:
         trainer = _trainer(directory, ParallelConfig(tensor=2))
         manager = CheckpointManager(RunDir(tmp_path), keep=0, timeout_s=30)
-        manager.save(1, trainer, {}, wait=False)
+        manager.save(SavePoint(1), trainer, {}, wait=False)
         manager.wait()
         with monkeypatch.context() as patch:
             if torch.distributed.get_rank() == 1:
                 patch.setattr(shards.FileSystemWriter, "write_data", full)
-            manager.save(2, trainer, {}, wait=False)
+            manager.save(SavePoint(2), trainer, {}, wait=False)
             with pytest.raises(ComponentError) as raised:
-                manager.save(3, trainer, {}, wait=False)
-        manager.save(4, trainer, {}, wait=False)  # told once
-        assert manager.latest() == 4
+                manager.save(SavePoint(3), trainer, {}, wait=False)
+        manager.save(SavePoint(4), trainer, {}, wait=False)  # told once
+        assert manager.latest() == SavePoint(4)
         return str(raised.value)
 
     for message in run_ranks(saves, 2, timeout_s=60):
-        assert "save step 2: write shards: learner rank 1: cannot write" in message
+        assert "save step_2: write shards: learner rank 1: cannot write" in message
         assert "ENOSPC" in message
-    assert manifest.steps(tmp_path / "checkpoints") == [4, 1]
+    assert manifest.save_points(tmp_path / "checkpoints") == [SavePoint(4), SavePoint(1)]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
@@ -525,18 +567,18 @@ def test_killed_while_it_is_written_the_one_before_is_the_newest(
     def saves() -> None:
         trainer = _trainer(directory, ParallelConfig(tensor=2))
         manager = CheckpointManager(RunDir(tmp_path), keep=1, attempt=1, timeout_s=30)
-        manager.save(1, trainer, {"step": 1})
+        manager.save(SavePoint(1), trainer, {"step": 1})
         if torch.distributed.get_rank() == victim:
             monkeypatch.setattr(target, die)
-        manager.save(2, trainer, {"step": 2}, wait=False)
+        manager.save(SavePoint(2), trainer, {"step": 2}, wait=False)
         manager.wait()
 
-    def resumes() -> int | None:
+    def resumes() -> SavePoint | None:
         trainer = _trainer(directory, ParallelConfig(tensor=2))
         manager = CheckpointManager(RunDir(tmp_path), keep=1, attempt=2)
-        assert manager.latest(verify=True) == 1
-        assert manager.load(1, trainer) == {"step": 1}
-        manager.save(2, trainer, {"step": 2})
+        assert manager.latest(verify=True) == SavePoint(1)
+        assert manager.load(SavePoint(1), trainer) == {"step": 1}
+        manager.save(SavePoint(2), trainer, {"step": 2})
         return manager.latest(verify=True)
 
     with pytest.raises(RankError):
@@ -546,7 +588,7 @@ def test_killed_while_it_is_written_the_one_before_is_the_newest(
         size = (unfinished / f"__{victim}_0.distcp").stat().st_size
         whole = (tmp_path / f"checkpoints/step_1/__{victim}_0.distcp").stat().st_size
         assert 0 < size < whole, "killed in the middle of the file"
-    assert run_ranks(resumes, 2) == [2, 2]
+    assert run_ranks(resumes, 2) == [SavePoint(2)] * 2
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
 
 
@@ -568,7 +610,7 @@ def test_a_full_disk_ends_the_run_with_what_to_do_and_keeps_the_last_checkpoint(
         manager = CheckpointManager(RunDir(small_disk), keep=0, timeout_s=30)
         with pytest.raises(ComponentError) as raised:  # noqa: PT012 - how many fit is not known
             for step in range(1, 100):
-                manager.save(step, trainer, {})
+                manager.save(SavePoint(step), trainer, {})
         assert step > 1, "one fits"
         return str(raised.value)
 
@@ -580,8 +622,8 @@ def test_a_full_disk_ends_the_run_with_what_to_do_and_keeps_the_last_checkpoint(
     checkpoints = small_disk / "checkpoints"
     names = sorted(p.name for p in checkpoints.iterdir())
     assert all(name.startswith("step_") for name in names), "no temporary is left"
-    newest = manifest.steps(checkpoints)[0]
-    assert len(names) == newest
+    newest = manifest.save_points(checkpoints)[0]
+    assert len(names) == newest.step
     assert _latest(small_disk, verify=True) == (newest, [])
 
 
@@ -593,7 +635,7 @@ def test_a_file_size_limit_is_named(directory: Path, tmp_path: Path) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         with pytest.raises(ComponentError) as raised:
-            manager.save(1, trainer, {})
+            manager.save(SavePoint(1), trainer, {})
         return str(raised.value)
 
     for message in run_ranks(saves, 2, timeout_s=60):
@@ -609,7 +651,7 @@ def test_a_larger_world_continues_old_streams_and_seeds_new_ones(
 
     def loads() -> list[Any]:
         trainer = _trainer(directory, ParallelConfig(tensor=2))
-        CheckpointManager(RunDir(saved), keep=0).load(3, trainer)
+        CheckpointManager(RunDir(saved), keep=0).load(SavePoint(3), trainer)
         return _draws()[:-1]  # Megatron's streams belong to the layout
 
     once, again = run_ranks(loads, 4), run_ranks(loads, 4)

@@ -1,4 +1,4 @@
-"""A run that is stopped in the middle of a rollout, and resumed, equals one that never was."""
+"""A run that is stopped in the middle of a step, and resumed, equals one that never was."""
 
 import signal
 from pathlib import Path
@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from hpc_rlhf.fs import read_json
+from hpc_rlhf.types import Phase
 from tests.e2e_compare import assert_same
 from tests.e2e_driver import START_TIMEOUT_S, Command
 from tests.launch_driver import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-# Completions long enough that a rollout can be stopped in its middle.
+# Completions long enough that a rollout can be stopped in its middle, and eight optimizer steps.
 OVERRIDES = (
     "run.steps=4",
     "run.deterministic=true",
@@ -21,43 +22,61 @@ OVERRIDES = (
     "sampling.max_new_tokens=50",
     "sampling.temperature=2.0",
     "learner.micro_batch_tokens=512",
+    "learner.optimizer.lr=1e-4",
+    "algorithm.epochs=2",
+    "algorithm.mini_batches=4",
     "warmup.steps=5",
 )
 
 
-def test_stopped_in_mid_rollout_and_resumed(tmp_path: Path) -> None:
-    straight = Command(tmp_path, "straight", OVERRIDES)
-    done = straight("run")
-    assert done.returncode == 0, done.stderr
+def stop_in(command: Command, attempt: int, step: int, phase: Phase) -> None:
+    """Run the next attempt until it is in ``phase`` of ``step``, and ask it to stop."""
+    progress = command.run_dir.attempt(attempt).progress
 
-    stopped = Command(tmp_path, "stopped", OVERRIDES)
-    progress = stopped.run_dir.attempt(1).progress
-    with stopped.started() as process:
+    def is_there() -> bool:
+        at = read_json(progress) if progress.exists() else {"step": 0}
+        return at["step"] == step and at["phase"] == phase
+
+    with command.started() as process:
         wait_until(
-            lambda: (
-                process.poll() is not None
-                or (
-                    progress.exists()
-                    and read_json(progress)["step"] == 3
-                    and read_json(progress)["phase"] == "rollout"
-                )
-            ),
-            "the rollout of step 3",
+            lambda: process.poll() is not None or is_there(),
+            f"{phase} of step {step}",
             START_TIMEOUT_S,
         )
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
+
+
+def test_stopped_in_mid_rollout_and_in_mid_update_and_resumed(tmp_path: Path) -> None:
+    straight = Command(tmp_path, "straight", OVERRIDES)
+    done = straight("run")
+    assert done.returncode == 0, done.stderr
+
+    stopped = Command(tmp_path, "stopped", OVERRIDES)
+    checkpoints, rollouts = stopped.run_dir.checkpoints, stopped.run_dir.rollouts
+    stop_in(stopped, 1, 2, Phase.ROLLOUT)
+    assert stopped.steps() == [1]
+    assert [path.name for path in checkpoints.iterdir()] == ["step_1"]
+    assert stopped.run_dir.partial_rollout.exists()
+
+    stop_in(stopped, 2, 3, Phase.TRAIN)
     assert stopped.steps() == [1, 2]
-    assert (stopped.run_dir.checkpoints / "step_2/manifest.json").exists()
-    assert (stopped.run_dir.rollouts / "partial.h5").exists()
+    saved = {path.name for path in checkpoints.iterdir()}
+    (name,) = saved - {"step_1"}
+    assert name in {f"step_2+{done}" for done in range(1, 8)}
+    assert (rollouts / "step_3.h5").exists()
+    assert not stopped.run_dir.partial_rollout.exists()
 
     resumed = stopped("run")
     assert resumed.returncode == 0, resumed.stderr
     assert stopped.steps() == [1, 2, 3, 4]
-    assert not (stopped.run_dir.rollouts / "partial.h5").exists()
-    third = stopped.metrics()[2]
-    assert third["rollout/kept_tokens"] + third["rollout/dropped_tokens"] > 0
+    second, third = stopped.metrics()[1:3]
+    assert second["rollout/kept_tokens"] + second["rollout/dropped_tokens"] > 0
+    assert (second["attempt"], third["attempt"]) == (2, 3)
+    # it was not sampled again, and the samplers have the new weights
+    assert third["time/rollout"] < straight.metrics()[2]["time/rollout"] / 2
+    assert third["sync/replicas"] == 1
 
     # fp32 on the CPU, strictly on-policy: bit for bit, or it is another run
     assert_same(stopped, straight)

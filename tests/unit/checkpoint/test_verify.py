@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpc_rlhf.checkpoint import frozen, manifest
+from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.checkpoint.verify import metric_problems, total_bytes, verify_run
 from hpc_rlhf.cli import main
 from hpc_rlhf.fs import publish_json, read_json
@@ -38,7 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         for name, content in (("__0_0.distcp", b"tensors"), ("state.h5", b"state")):
             (directory / name).write_bytes(content)
         files = [manifest.describe(file) for file in directory.iterdir()]
-        manifest.publish_manifest(directory, step, 2, files)
+        manifest.publish_manifest(directory, SavePoint(step), 2, files)
         scores = Scores(rewards=np.ones(1, np.float32), excluded={})
         store.write_step(run.rollouts / f"step_{step}.h5", (_rollout(step),), scores)
         with (run.metrics / "metrics.jsonl").open("a") as file:
@@ -82,6 +83,18 @@ def test_a_run_as_written_is_whole(run: RunDir, capsys: pytest.CaptureFixture[st
     assert sum(counted) == total_bytes(run) == 2 * 12 + 7 + 2
     assert main(["verify", "demo", "--root", str(run.path.parent)]) == 0
     assert "all 7 are whole" in capsys.readouterr().out
+
+
+def test_checkpoint_in_the_middle_of_a_step_needs_its_samples(run: RunDir) -> None:
+    directory = run.checkpoints / "step_1+2"
+    (run.checkpoints / "step_1").rename(directory)
+    assert _problems(run) == {"checkpoints/step_1+2": ("manifest.json: of step_1",)}
+    files = [manifest.describe(directory / name) for name in ("__0_0.distcp", "state.h5")]
+    manifest.publish_manifest(directory, SavePoint(1, 2), 2, files)
+    assert _problems(run) == {}
+    (run.rollouts / "step_2.h5").unlink()
+    (problem,) = _problems(run)["checkpoints/step_1+2"]
+    assert problem == "rollouts/step_2.h5, which it goes on with, is missing"
 
 
 def test_every_kind_of_damage_is_named(

@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpc_rlhf.config import Requeue
@@ -22,7 +23,9 @@ from hpc_rlhf.launch.requeue import (
     progress,
 )
 from hpc_rlhf.launch.srun import JobRecord
+from hpc_rlhf.rollout import spill
 from hpc_rlhf.run_dir import Attempt
+from hpc_rlhf.types import Completion, FinishReason, Prompt, Rollout, VersionSpan
 
 INTERRUPTED = Diagnosis("learner stopped on request", ExitCode.INTERRUPTED, "learner")
 FAILED = Diagnosis("learner rank 0 died", ExitCode.FAILED, "learner")
@@ -30,7 +33,7 @@ FAILED = Diagnosis("learner rank 0 died", ExitCode.FAILED, "learner")
 
 @pytest.fixture
 def plan(tmp_path: Path) -> JobPlan:
-    for directory in ("checkpoints", "metrics"):
+    for directory in ("checkpoints", "metrics", "rollouts"):
         (tmp_path / directory).mkdir()
     learner = ComponentPlan("learner", Resources())
     return JobPlan("demo", tmp_path, (learner,), max_attempts_without_progress=3)
@@ -45,26 +48,49 @@ def begin(plan: JobPlan, job_id: str = "12") -> Attempt:
     return attempt
 
 
-def save(plan: JobPlan, step: int) -> None:
+def save(plan: JobPlan, step: str) -> None:
     directory = plan.run.checkpoints / f"step_{step}"
     directory.mkdir()
     (directory / "manifest.json").touch()
 
 
-def test_progress_is_of_checkpoints_and_of_metrics(plan: JobPlan) -> None:
-    assert progress(plan.run) == 0
-    save(plan, 9)
-    save(plan, 10)
+def test_progress_is_what_is_not_done_again(plan: JobPlan) -> None:
+    assert progress(plan.run) == [0, 0, 0]
+    save(plan, "9")
+    save(plan, "10")
     (plan.run.checkpoints / "step_11").mkdir()  # not whole
-    assert progress(plan.run) == 10
-    lines = [json.dumps({"step": step}) for step in (1, 12)]
-    (plan.run.metrics / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert progress(plan.run) == 12
+    # steps that were recorded behind the last checkpoint are done again
+    (plan.run.metrics / "metrics.jsonl").write_text(json.dumps({"step": 12}) + "\n")
+    assert progress(plan.run) == [10, 0, 0]
+    samples = [
+        rollout(10, "stop"),
+        rollout(11, "stop"),
+        rollout(11, "length"),
+        rollout(11, "abort"),
+    ]
+    spill.write(plan.run, samples)
+    assert progress(plan.run) == [10, 0, 2]
+    save(plan, "10+3")
+    assert progress(plan.run) == [10, 3, 2]
+    plan.run.partial_rollout.write_bytes(b"not HDF5")
+    assert progress(plan.run) == [10, 3, 0]
+
+
+def rollout(step: int, finish: FinishReason) -> Rollout:
+    completion = Completion(
+        token_ids=np.zeros(2, np.int32),
+        logprobs=np.zeros(2, np.float32),
+        finish_reason=finish,
+        versions=(VersionSpan(version=step - 1, start=0, end=2),),
+        seed=0,
+    )
+    prompt = Prompt(uid="a:1", token_ids=np.zeros(1, np.int32))
+    return Rollout(prompt=prompt, sample_index=0, completion=completion, step=step)
 
 
 @pytest.mark.parametrize("ending", [INTERRUPTED, FAILED])
 def test_attempts_without_progress_are_bounded(plan: JobPlan, ending: Diagnosis) -> None:
-    for step in (1, 2):
+    for step in ("1", "1+4", "2"):
         attempt = begin(plan)
         save(plan, step)
         assert conclude(plan, attempt, ending, by_user=False) == ending

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpc_rlhf.rollout.store import read_step, write_step
+from hpc_rlhf.rollout.store import LearnerLogProbs, read_scored, read_step, write_step
 from hpc_rlhf.types import Completion, Prompt, Rollout, Scores, VersionSpan
 
 
@@ -73,6 +73,33 @@ def test_round_trip(tmp_path: Path) -> None:
     for a, b in zip(read, rollouts, strict=True):
         assert_equal(a, b)
     assert_equal(read_scores, scores)
+
+
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_round_trip_of_what_the_learner_adds(tmp_path: Path, with_reference: bool) -> None:
+    rollouts = tuple(make_rollouts())
+    rng = np.random.default_rng(1)
+    old, reference = (
+        tuple(-rng.random(len(r.completion.token_ids), dtype=np.float32) for r in rollouts)
+        for _ in range(2)
+    )
+    log_probs = LearnerLogProbs(old=old, reference=reference if with_reference else None)
+    scores = Scores(rewards=np.arange(len(rollouts), dtype=np.float32))
+    path = tmp_path / "step_12.h5"
+    write_step(path, rollouts, scores, log_probs)
+    read, read_scores, read_log_probs = read_scored(path)
+    for a, b in zip(read, rollouts, strict=True):
+        assert_equal(a, b)
+    assert_equal(read_scores, scores)
+    for a, b in zip(read_log_probs.old, old, strict=True):
+        assert_equal(a, b)
+    assert (read_log_probs.reference is None) != with_reference
+    for a, b in zip(read_log_probs.reference or (), reference, strict=with_reference):
+        assert_equal(a, b)
+
+    write_step(path, rollouts, scores)
+    with pytest.raises(ValueError, match=r"step_12\.h5: its samples were not scored yet"):
+        read_scored(path)
 
 
 def test_samples_of_a_prompt_share_it(tmp_path: Path) -> None:
