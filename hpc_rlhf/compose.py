@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import hpc_rlhf
-from hpc_rlhf.config import Config
+from hpc_rlhf.config import Config, Stage
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.fs import publish_text
 
@@ -27,6 +27,9 @@ _PATHS = (
     ("model", "path"),
     ("model", "reference"),
     ("data", "prompts"),
+    ("data", "train"),
+    ("data", "eval"),
+    ("data", "cache"),
     ("warmup", "demonstrations"),
 )
 
@@ -109,6 +112,9 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _to_config(node: Any) -> Config:
     missing = sorted(OmegaConf.missing_keys(node))
+    data = "data.prompts" if node.stage is Stage.ONLINE else "data.train"
+    if OmegaConf.select(node, data) is None:
+        missing = sorted([*missing, data])
     if missing:
         wanted = ", ".join(f"{key}=..." for key in missing)
         raise UserError(f"missing value: give {wanted} (or choose an experiment=... that does)")

@@ -24,6 +24,14 @@ class Choice(StrEnum, metaclass=_ByAnyCase):
 
 class Stage(Choice):
     ONLINE = "online"
+    SFT = "sft"
+    REWARD_MODEL = "reward_model"
+    DPO = "dpo"
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether it learns from a fixed data set: a learner and no sampler."""
+        return self is not Stage.ONLINE
 
 
 class DType(Choice):
@@ -93,6 +101,23 @@ class ImportanceWeight(Choice):
     NONE = "none"
     TOKEN = "token"  # min(ratio of the token, cap)
     SEQUENCE = "sequence"  # min(ratio of the completion, cap), for each of its tokens
+
+
+class DpoLoss(Choice):
+    """See :func:`hpc_rlhf.learner.losses.dpo_loss`."""
+
+    SIGMOID = "sigmoid"
+    IPO = "ipo"
+    CONSERVATIVE = "conservative"
+
+
+class LongSequences(Choice):
+    """What becomes of an offline sequence longer than ``model.max_sequence_tokens``."""
+
+    ERROR = "error"
+    DROP = "drop"
+    KEEP_START = "keep_start"  # the end of the completion is lost, its end token too
+    KEEP_END = "keep_end"  # the beginning of the prompt is lost
 
 
 class PromptFormat(Choice):
@@ -260,9 +285,24 @@ class SamplerConfig:
 
 @dataclass
 class DataConfig:
-    prompts: str = MISSING  # JSONL or Parquet
-    format: PromptFormat = PromptFormat.TEXT
+    """Prompts of the online stage; demonstrations or pairs of the offline ones.
+
+    Files are JSONL, gzipped or not, or Parquet.
+    """
+
+    prompts: str | None = None  # online
+    train: str | None = None  # offline
+    eval: str | None = None  # offline: held out, never learned from
+    cache: str | None = None  # offline: directory of tokenised data; default: ROOT/.tokens
+    format: PromptFormat = (
+        PromptFormat.TEXT
+    )  # of prompts; offline records show theirs by themselves
     prompt_field: str = "prompt"
+    messages_field: str = "messages"
+    completion_field: str = "completion"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    margin_field: str | None = None  # by how much the chosen one is better, a number
     answer_field: str | None = "answer"
     answer_pattern: str | None = None  # regular expression, group 1 is the answer
     system: str | None = None  # system message, with the chat template
@@ -270,6 +310,7 @@ class DataConfig:
     add_bos: bool = False  # TEXT prompts without a template: put the BOS token in front
     max_prompt_tokens: int = 512
     long_prompts: str = "error"  # "error" | "drop"
+    long_sequences: LongSequences = LongSequences.ERROR
     bad_lines: str = "error"  # "error" | "drop"
     shuffle: bool = True
 
@@ -292,6 +333,34 @@ class WarmupConfig:
     demonstrations: str | None = None  # JSONL with data.prompt_field and `completion`
     batch_size: int = 32
     lr: float = 1e-3
+
+
+@dataclass
+class OfflineConfig:
+    """Steps of SFT, reward-model training and DPO, and how they are watched."""
+
+    batch_size: int = 32  # demonstrations or pairs of one optimizer step
+    eval_every_steps: int = 50  # measure on data.eval; also after the last step
+    eval_examples: int = 1024  # the first ones of data.eval
+    max_skipped_steps: int = 10  # whose loss or gradient is not finite; one more ends the run
+
+
+@dataclass
+class SftConfig:
+    loss_mean: LossMean = LossMean.TOKEN
+
+
+@dataclass
+class RewardModelConfig:
+    centering: float = 0.0  # coefficient of (chosen + rejected)^2, which holds scores around 0
+    pad_token: str | None = None  # of the exported model; default: the tokenizer's
+
+
+@dataclass
+class DpoConfig:
+    loss: DpoLoss = DpoLoss.SIGMOID
+    beta: float = 0.1  # strength of the pull towards the reference (IPO: its tau)
+    label_smoothing: float = 0.0  # conservative: how often a label is wrong
 
 
 @dataclass
@@ -357,6 +426,10 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    offline: OfflineConfig = field(default_factory=OfflineConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -103,6 +103,31 @@ class Experience:
     ref_logprobs: tuple[NDArray[np.float32], ...] | None  # N x [T_i]; None without a reference
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """A prompt and its completion, or a conversation; ``loss_mask`` marks what is to be learned.
+
+    The mask holds the end token of every answer.
+    """
+
+    token_ids: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One record of an offline data set: a demonstration, or a pair of answers to one prompt.
+
+    Example:
+        >>> Example(uid="pairs.jsonl:7", sequences=(chosen, rejected))
+    """
+
+    uid: str  # file name and line
+    sequences: tuple[TokenSequence, ...]  # one, or (chosen, rejected)
+    margin: float = 0.0  # by how much the chosen one is better, as far as the data says
+    ref_log_probs: tuple[float, ...] | None = None  # of each sequence's learned tokens, summed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenRef:
     """A frozen model by identity: checkpoints hold this instead of a copy."""

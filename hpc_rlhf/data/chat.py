@@ -77,10 +77,18 @@ def check_special_tokens(tokenizer: "PreTrainedTokenizerBase", directory: Path) 
             )
 
 
-def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]]) -> str:
-    """Render messages with the chat template, up to where the assistant's answer begins.
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Render messages with the chat template.
 
     The text holds the template's own special tokens: encode it without adding others.
+
+    Args:
+        add_generation_prompt: go on to where the assistant's answer begins.
 
     Raises:
         ValueError: the template refuses these messages.
@@ -89,7 +97,9 @@ def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping
 
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            [dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
         )
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses it: {_first_line(error)}") from error

@@ -148,8 +148,9 @@ def make_tiny_model(
 
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
         _write_json(target / "config.json", config)
-        ids = {key: config[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
-        _write_json(target / "generation_config.json", ids)
+        ids = {key: config[key] for key in ("pad_token_id", "bos_token_id")}
+        ends = [SPECIAL_TOKENS.index(EOS), SPECIAL_TOKENS.index(TURN_END)]
+        _write_json(target / "generation_config.json", {**ids, "eos_token_id": ends})
         write_tokenizer(target, max_positions=max_positions)
 
     return publish_directory(directory, write)

@@ -28,7 +28,7 @@ from hpc_rlhf.config import (
 )
 from hpc_rlhf.learner import advantages, off_policy
 from hpc_rlhf.learner.advantages import Ragged, spread
-from hpc_rlhf.learner.losses import kl_penalty, policy_loss, sft_loss
+from hpc_rlhf.learner.losses import kl_penalty, policy_loss
 from hpc_rlhf.learner.packing import MicroBatch
 from hpc_rlhf.learner.rewards import overlong_penalty
 from hpc_rlhf.types import Experience
@@ -52,15 +52,22 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of every position and what to report of it; all zeros where the mask is False."""
+    """Loss of every position and what to report of it; all zeros where the mask is False.
+
+    A loss of several sequences sits on the last position of their item.
+    """
 
     loss: Tensor  # float32 [T], with gradient
     means: Mapping[str, Tensor] = field(default_factory=dict)  # [T], reported as token means
     maxima: Mapping[str, Tensor] = field(default_factory=dict)  # [T], reported as maxima
+    sequences: Tensor | None = None  # [num_sequences], a number of each, which all ranks will get
 
 
 class Loss(Protocol):
-    """A loss per position of a packed micro-batch; how it is averaged is the trainer's business."""
+    """A loss per position of a packed micro-batch; how it is averaged is the business of who packs.
+
+    The items' field :data:`~hpc_rlhf.learner.packing.WEIGHT` says it, position by position.
+    """
 
     def token_loss(self, batch: MicroBatch, outputs: Outputs) -> TokenLoss: ...
 
@@ -202,15 +209,6 @@ class PolicyGradient:
 
     def token_loss(self, batch: MicroBatch, outputs: Outputs) -> TokenLoss:
         return self.surrogate.token_loss(batch, outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Supervised:
-    """Negative log-likelihood of the masked tokens."""
-
-    def token_loss(self, batch: MicroBatch, outputs: Outputs) -> TokenLoss:
-        assert outputs.log_probs is not None
-        return TokenLoss(loss=sft_loss(outputs.log_probs, batch.loss_mask))
 
 
 def make_algorithm(config: AlgorithmConfig, *, max_new_tokens: int | None = None) -> Algorithm:

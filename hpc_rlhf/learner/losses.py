@@ -1,4 +1,4 @@
-"""Losses per token, and the weights that make one number of them. Pure functions of tensors.
+"""Losses per token or pair, and the weights that make one number of them. Pure functions.
 
 A mini-batch loss is ``sum(weight * token_loss)`` with weights computed once from the lengths of the
 *whole* mini-batch (:func:`sequence_weights`). The sum over any split of the tokens into
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from hpc_rlhf.config import KlEstimator, LossMean
+from hpc_rlhf.config import DpoLoss, KlEstimator, LossMean
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,59 @@ def kl_penalty(
             return 0.5 * d.square()
         case KlEstimator.K3:
             return d.exp() - d - 1.0
+
+
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor, centering: float = 0.0
+) -> Tensor:
+    """Negative log-likelihood of the preference of every pair [N].
+
+    ``-log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2``: Bradley and
+    Terry (1952), with the margin of Llama 2 (arXiv:2307.09288, eq. 2) and the penalty that keeps
+    scores around 0 of Eisenstein et al. (arXiv:2312.09244). Without the latter only differences of
+    scores matter.
+
+    Args:
+        chosen: scores [N] of the better ones.
+        rejected: scores [N].
+        margin: [N].
+    """
+    loss = -logsigmoid(chosen - rejected - margin)
+    return loss + centering * (chosen + rejected).square() if centering else loss
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    kind: DpoLoss,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Loss of every pair [N], of log-ratios ``log policy(y|x) - log reference(y|x)``.
+
+    With ``h = chosen - rejected``:
+
+    * ``SIGMOID``: ``-log sigmoid(beta h)``, Rafailov et al., arXiv:2305.18290, eq. 7.
+    * ``CONSERVATIVE``: ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)`` for labels that are
+      wrong with probability ``e``, Mitchell, "A note on DPO with noisy preferences" (2023).
+    * ``IPO``: ``(h - 1 / (2 beta))^2``, Azar et al., arXiv:2310.12036, eq. 17, where the log-ratios
+      are to be means over the tokens of an answer, as the authors do and TRL does.
+
+    Args:
+        chosen: log-ratios [N] of whole answers (of IPO: their means over tokens).
+        rejected: likewise.
+    """
+    h = chosen - rejected
+    match kind:
+        case DpoLoss.SIGMOID:
+            return -logsigmoid(beta * h)
+        case DpoLoss.CONSERVATIVE:
+            return -(1.0 - label_smoothing) * logsigmoid(beta * h) - label_smoothing * logsigmoid(
+                -beta * h
+            )
+        case DpoLoss.IPO:
+            return (h - 1.0 / (2.0 * beta)).square()
 
 
 def sft_loss(log_probs: Tensor, mask: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Sequences -> packed micro-batches, balanced over data-parallel ranks. Pure and deterministic.
 
-The model reads ``tokens`` and position ``t`` predicts ``targets[t]``; whatever belongs to a
+What is packed is an *item*: one sequence, or several that a loss compares and that therefore share a
+micro-batch, whatever the layout. They see each other in the loss only. The model reads ``tokens`` and position ``t`` predicts ``targets[t]``; whatever belongs to a
 completion token (loss mask, advantage, log-prob) sits on the position that predicts it. Nothing
 here depends on the loss: a loss weighs its tokens by numbers of the whole mini-batch before
 packing, so that the packing never changes what is learned.
@@ -19,11 +20,14 @@ from torch import Tensor
 from hpc_rlhf.errors import UserError
 
 PADDING = -1  # MicroBatch.sequence_index of the padding segment
+WEIGHT = "weight"  # field of an item: what its positions' losses count in the mini-batch's sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackItem:
     """One sequence as the model reads it: T input positions, each with a target.
+
+    Or several sequences end to end, of ``segments`` positions each: see :func:`joined_item`.
 
     Example:
         >>> item = completion_item(np.array([5, 6]), np.array([7, 8]))
@@ -35,6 +39,7 @@ class PackItem:
     targets: NDArray[np.int64]  # [T]
     loss_mask: NDArray[np.bool_]  # [T], positions whose target is learned from or scored
     fields: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # each [T]
+    segments: tuple[int, ...] = ()  # lengths of its sequences, their sum is T; (): one of T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,7 @@ class MicroBatch:
     loss_mask: Tensor  # bool [T]
     learned: Tensor  # int64 [M], the positions where loss_mask is True
     cu_seqlens: Tensor  # int32 [S + 1], segment s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]
-    sequence_index: Tensor  # int64 [S], index into the packed items, PADDING for padding
+    sequence_index: Tensor  # int64 [S], item that a segment is of (several in a row), or PADDING
     fields: Mapping[str, Tensor]  # each float32 [T], 0 on padding
 
     @property
@@ -60,6 +65,25 @@ class MicroBatch:
         if len(self.sequence_index) == 0 or int(self.sequence_index[-1]) != PADDING:
             return 0
         return int(self.cu_seqlens[-1] - self.cu_seqlens[-2])
+
+    @property
+    def num_sequences(self) -> int:
+        """Segments that are not padding."""
+        return len(self.sequence_index) - (self.num_padding > 0)
+
+    @property
+    def last_positions(self) -> Tensor:
+        """Last position of every sequence, int64 [num_sequences], on the CPU."""
+        return self.cu_seqlens[1 : self.num_sequences + 1].long() - 1
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """Sum of per-position ``values`` [T] over each sequence, float64 [num_sequences].
+
+        In float64, so that it does not depend on where a sequence lies.
+        """
+        lengths = self.cu_seqlens.diff().to(values.device)
+        sums = torch.segment_reduce(values.double(), "sum", lengths=lengths, axis=0)
+        return sums[: self.num_sequences]
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copy to ``device`` what is per token; what is per segment stays on the CPU.
@@ -73,11 +97,17 @@ class MicroBatch:
         fields = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
         return replace(self, **moved, fields=fields)
 
-    def unpack(self, values: NDArray[np.float32]) -> list[tuple[int, NDArray[np.float32]]]:
+    def unpack(self, values: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
         """Split per-position ``values`` [T] into (item index, values where the mask is set)."""
-        bounds, mask = self.cu_seqlens.tolist(), self.loss_mask.cpu().numpy()
+        masks = self.segments_of(self.loss_mask.cpu().numpy())
+        segments = self.segments_of(values)
+        return [(i, part[mask]) for (i, part), (_, mask) in zip(segments, masks, strict=True)]
+
+    def segments_of(self, values: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
+        """Split per-position ``values`` [T] into (item index, values), one entry a sequence."""
+        bounds = self.cu_seqlens.tolist()
         return [
-            (index, values[start:end][mask[start:end]])
+            (index, values[start:end])
             for index, start, end in zip(
                 self.sequence_index.tolist(), bounds, bounds[1:], strict=False
             )
@@ -126,6 +156,39 @@ def masked_item(
     if len(ids) != len(mask) or len(ids) < 2:
         raise ValueError(f"{len(ids)} tokens with a loss mask of {len(mask)}: need equal, >= 2")
     return PackItem(tokens=ids[:-1], targets=ids[1:], loss_mask=mask[1:], fields=fields)
+
+
+def scored_item(token_ids: NDArray[np.integer], **fields: NDArray[np.float32]) -> PackItem:
+    """Item of ``token_ids`` [L] that is scored as a whole: its last token is read and marked.
+
+    ``fields`` are [L]. The targets mean nothing.
+    """
+    ids = np.asarray(token_ids).astype(np.int64)
+    mask = np.zeros(len(ids), np.bool_)
+    mask[-1:] = True
+    return PackItem(tokens=ids, targets=np.append(ids[1:], 0), loss_mask=mask, fields=fields)
+
+
+def joined_item(parts: Sequence[PackItem], **fields: float) -> PackItem:
+    """One item of several sequences, which go into one micro-batch together.
+
+    Args:
+        parts: with the same fields.
+        fields: numbers of the whole item, on its last position; 0 on the others.
+    """
+    segments = tuple(n for part in parts for n in (part.segments or (len(part.tokens),)))
+    last = np.zeros(sum(segments), np.float32)
+    last[-1] = 1.0
+    return PackItem(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        targets=np.concatenate([part.targets for part in parts]),
+        loss_mask=np.concatenate([part.loss_mask for part in parts]),
+        fields={
+            **{n: np.concatenate([p.fields[n] for p in parts]) for n in parts[0].fields},
+            **{name: last * np.float32(value) for name, value in fields.items()},
+        },
+        segments=segments,
+    )
 
 
 def pack(
@@ -182,9 +245,9 @@ def assign(
     for index, length in enumerate(lengths):
         if length > capacity:
             raise UserError(
-                f"learner.micro_batch_tokens={max_tokens} holds no sequence longer than {capacity} "
-                f"tokens (multiples of {pad_multiple}), but sequence {index} has {length}: "
-                "raise learner.micro_batch_tokens or lower model.max_sequence_tokens"
+                f"learner.micro_batch_tokens={max_tokens} holds no sequence (or pair of them) longer "
+                f"than {capacity} tokens (multiples of {pad_multiple}), but sequence {index} has "
+                f"{length}: raise learner.micro_batch_tokens or lower model.max_sequence_tokens"
             )
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
@@ -230,10 +293,10 @@ def _micro_batch(
     pad_multiple: int,
     pad_token_id: int,
 ) -> MicroBatch:
-    lengths = [len(items[i].tokens) for i in indices]
-    total = sum(lengths)
+    parts = [(i, n) for i in indices for n in items[i].segments or (len(items[i].tokens),)]
+    index, segments = [i for i, _ in parts], [n for _, n in parts]
+    total = sum(segments)
     padding = -total % pad_multiple if total else pad_multiple
-    segments, index = list(lengths), list(indices)
     if padding:
         segments.append(padding)
         index.append(PADDING)

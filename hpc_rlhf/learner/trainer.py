@@ -1,13 +1,13 @@
-"""Learning from experience on a Megatron-core model: losses in, optimizer steps out.
+"""Learning on a Megatron-core model: losses in, optimizer steps out.
 
-The loss of a mini-batch is a sum over its tokens of weights times token losses. The weights come
-from the whole mini-batch, which every rank holds, so the gradient is a plain sum over micro-batches
-and data-parallel ranks: Megatron neither divides by token counts nor averages.
+The loss of a mini-batch is a sum over its positions of weights times losses. The weights come from
+the whole mini-batch, which every rank holds, so the gradient is a plain sum over micro-batches and
+data-parallel ranks: Megatron neither divides by token counts nor averages.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,30 +20,24 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpc_rlhf.cluster import device
 from hpc_rlhf.config import LearnerConfig, LossMean
 from hpc_rlhf.errors import ComponentError
-from hpc_rlhf.learner.algorithms import Algorithm, Lesson, Loss, Outputs, Supervised
+from hpc_rlhf.learner.algorithms import Algorithm, Lesson, Loss, Outputs
 from hpc_rlhf.learner.losses import sequence_weights
+from hpc_rlhf.learner.objectives import Objective
 from hpc_rlhf.learner.optimizer import PolicyOptimizer
-from hpc_rlhf.learner.packing import (
-    MicroBatch,
-    PackItem,
-    assign,
-    build,
-    completion_item,
-    masked_item,
-    padded_tokens,
-)
+from hpc_rlhf.learner.packing import WEIGHT, MicroBatch, PackItem, completion_item
+from hpc_rlhf.learner.runner import Runner
 from hpc_rlhf.learner.stats import StepStats, merge
 from hpc_rlhf.models.megatron import PolicyModel
-from hpc_rlhf.types import Experience, Rollout
+from hpc_rlhf.types import Example, Experience, Rollout
 
-_WEIGHT = "weight"  # field of the loss weights
+
+class NotFinite(ComponentError):
+    """A loss or gradient is not finite; the optimizer did not step. The message names samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +49,18 @@ class _LocalStats:
     not_finite: Tensor  # bool [T]
     sums: Mapping[str, Tensor]  # each []
     maxima: Mapping[str, Tensor]  # each []
+    sequences: Tensor | None  # [num_sequences]
 
 
 @dataclass(frozen=True, slots=True)
-class _Reduced:
-    """Local statistics of a mini-batch summed over micro-batches and data-parallel ranks."""
+class Measured:
+    """A loss over a whole mini-batch and what was reported with it, the same on every rank."""
 
     loss: float
-    sums: Mapping[str, float] = field(default_factory=dict)
+    sums: Mapping[str, float] = field(default_factory=dict)  # over learned tokens
     maxima: Mapping[str, float] = field(default_factory=dict)
-    not_finite: tuple[int, ...] = ()  # indices of sequences with a loss that is not finite
+    not_finite: tuple[int, ...] = ()  # indices of items with a loss that is not finite
+    sequences: NDArray[np.float64] | None = None  # [items, sequences of an item]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,20 +118,10 @@ class Trainer:
         seed: of the order of samples in mini-batches.
         """
         self.model = model
-        self._temperature = temperature
         self._max_new_tokens = max_new_tokens
         self._seed = seed
-        self.micro_batch_tokens = learner.micro_batch_tokens
-        self._chunk_tokens = learner.logprob_chunk_tokens
         config = model.config
-        self._pad_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        self._dp_rank = parallel_state.get_data_parallel_rank()
-        self._dp_size = parallel_state.get_data_parallel_world_size()
-        self._is_last_stage = parallel_state.is_pipeline_last_stage()
-        # Of the ranks that hold the statistics of their data-parallel rank, the one all listen to.
-        self._speaks = self._is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
-        self._source = _index_of_first(self._speaks and self._dp_rank == 0)
-
+        self.runner = Runner(config, learner, temperature=temperature)
         assert config.calculate_per_token_loss  # DDP would divide by the data-parallel size
         config.finalize_model_grads_func = _sum_gradients
         self._ddp = DistributedDataParallel(
@@ -182,8 +168,8 @@ class Trainer:
 
         Raises:
             UpdateStopped: ``stop`` returned True.
-            ComponentError: a loss or gradient is not finite (the optimizer did not step), or no
-                completion has a token.
+            NotFinite: a loss or gradient is not finite, the optimizer did not step.
+            ComponentError: no completion has a token.
             ValueError: the algorithm needs reference log-probs and there are none.
         """
         if not experience.rollouts:
@@ -207,7 +193,7 @@ class Trainer:
                 lesson, experience.rollouts, indices, algorithm.loss_mean, self._max_new_tokens
             )
             if items:
-                steps.append(self._step(algorithm, items, names))
+                steps.append(self.step(algorithm, items, names)[0])
         if not steps:
             raise ComponentError(
                 f"learner: optimizer step {self.num_steps}: no token of the batch is to be learned "
@@ -216,36 +202,93 @@ class Trainer:
             )
         return merge(steps) | {**lesson.metrics, "skipped_steps": float(len(plan) - len(steps))}
 
-    def sft_step(
-        self, sequences: Sequence[tuple[NDArray[np.integer], NDArray[np.bool_]]]
-    ) -> dict[str, float]:
-        """One optimizer step of supervised learning on the mean negative log-likelihood.
+    def fit(self, objective: Objective, examples: Sequence[Example]) -> dict[str, float]:
+        """One optimizer step on the mean loss of ``examples``.
 
         Args:
-            sequences: token ids [L] and a mask [L] of the tokens to learn, the same on every rank.
+            examples: the same on every rank.
 
         Returns:
-            ``loss``, ``entropy``, ``grad_norm``, ``lr``, ``tokens``, ``padding_fraction``.
+            The same on every rank: ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` read
+            without padding, ``padding_fraction``, of a policy ``entropy`` (mean over learned tokens),
+            and the objective's metrics.
 
         Raises:
-            ComponentError: as :meth:`update`.
+            NotFinite: a loss or gradient is not finite, the optimizer did not step.
+            ComponentError: there is nothing to learn from.
         """
-        masked = [masked_item(ids, mask) for ids, mask in sequences]
-        lengths = [int(item.loss_mask.sum()) for item in masked]
-        weights = sequence_weights(lengths, LossMean.TOKEN)
-        items = [
-            PackItem(
-                tokens=item.tokens,
-                targets=item.targets,
-                loss_mask=item.loss_mask,
-                fields={_WEIGHT: item.loss_mask * np.float32(weight)},
-            )
-            for item, weight in zip(masked, weights, strict=True)
-        ]
-        names = [f"sequence {i}" for i in range(len(items))]
-        return merge([self._step(Supervised(), items, names)])
+        names = [example.uid for example in examples]
+        stats, measured = self.step(objective, objective.items(examples), names)
+        return merge([stats]) | objective.metrics(examples, measured.sequences)
 
-    @torch.no_grad()
+    def evaluate(self, objective: Objective, examples: Sequence[Example]) -> dict[str, float]:
+        """What :meth:`fit` would report of ``examples``, without learning from them."""
+        items = objective.items(examples)
+        measured = self.measure(objective, items)
+        learned = sum(int(item.loss_mask.sum()) for item in items)
+        return {
+            "loss": measured.loss,
+            **{name: total / learned for name, total in measured.sums.items()},
+            **measured.maxima,
+            **objective.metrics(examples, measured.sequences),
+        }
+
+    def step(
+        self, loss: Loss, items: Sequence[PackItem], names: Sequence[str]
+    ) -> tuple[StepStats, Measured]:
+        """One optimizer step on the sum over ``items`` of weighted losses.
+
+        Args:
+            items: the same on every rank, with the field ``WEIGHT`` and those that ``loss`` reads.
+            names: of the items, for messages.
+
+        Returns:
+            The same on every rank.
+
+        Raises:
+            NotFinite: a loss or gradient is not finite, the optimizer did not step.
+            ComponentError: there is nothing to learn from.
+        """
+        learned = sum(int(item.loss_mask.sum()) for item in items)
+        if learned == 0:
+            raise ComponentError(
+                f"learner: optimizer step {self.num_steps}: none of the sequences has a token to "
+                "learn from"
+            )
+        batches, padded = self.runner.pack(items)
+        self._ddp.zero_grad_buffer()
+        results = self.runner.learn(self.model, self._ddp, batches, partial(_learn, loss))
+        measured = self._reduce(items, batches, results)
+        if not math.isfinite(measured.loss):
+            guilty = [names[i] for i in measured.not_finite]
+            raise self._not_finite(f"loss is {measured.loss}", guilty)
+        grad_norm = self._optimizer.gradient_norm()
+        if not math.isfinite(grad_norm):
+            raise self._not_finite(f"gradient norm is {grad_norm} (loss {measured.loss})", names)
+        lr = self._optimizer.lr
+        self._optimizer.step(grad_norm)
+        stats = StepStats(
+            loss=measured.loss,
+            learned_tokens=learned,
+            sums=measured.sums,
+            maxima=measured.maxima,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=sum(len(item.tokens) for item in items),
+            padded_tokens=padded,
+        )
+        return stats, measured
+
+    def measure(self, loss: Loss, items: Sequence[PackItem]) -> Measured:
+        """The loss of ``items`` as :meth:`step` takes it, without learning from it.
+
+        Args:
+            items: as for :meth:`step`.
+        """
+        batches, _ = self.runner.pack(items)
+        results = self.runner.sweep(self.model, batches, partial(_measure, loss))
+        return self._reduce(items, batches, results)
+
     def log_probs(
         self, rollouts: Sequence[Rollout], model: PolicyModel | None = None
     ) -> tuple[NDArray[np.float32], ...]:
@@ -260,26 +303,16 @@ class Trainer:
         Returns:
             N x float32 [T_i], in rollout order, the same on every rank.
         """
-        model = self.model if model is None else model
-        lengths = [len(r.completion.token_ids) for r in rollouts]
-        kept = [i for i, length in enumerate(lengths) if length]
+        found = [np.zeros(0, np.float32) for _ in rollouts]
+        kept = [i for i, r in enumerate(rollouts) if len(r.completion.token_ids)]
         items = [
             completion_item(rollouts[i].prompt.token_ids, rollouts[i].completion.token_ids)
             for i in kept
         ]
-        batches, _ = self._pack(items)
-        swept = self._run(model, batches, partial(_score, self._head(model)), forward_only=True)
-
-        flat = np.zeros(sum(lengths), np.float32)
-        parts = np.split(flat, np.cumsum(lengths)[:-1])
-        if self._speaks:
-            for batch, values in zip(batches, swept, strict=True):
-                for index, found in batch.unpack(values.cpu().numpy()):
-                    parts[kept[index]][:] = found
-        # Each number is set by one rank and 0 elsewhere, so the sum is exact.
-        everywhere = torch.from_numpy(flat).to(device.device())
-        dist.all_reduce(everywhere)
-        return tuple(np.split(everywhere.cpu().numpy(), np.cumsum(lengths)[:-1]))
+        swept = self.runner.token_log_probs(self.model if model is None else model, items)
+        for i, values in zip(kept, swept, strict=True):
+            found[i] = values
+        return tuple(found)
 
     def sharded_state_dict(self, *, is_loading: bool) -> dict[str, Any]:
         """Everything to resume from, for ``megatron.core.dist_checkpointing``.
@@ -313,90 +346,22 @@ class Trainer:
 
     # -- one optimizer step -----------------------------------------------------------------------
 
-    def _step(self, loss: Loss, items: Sequence[PackItem], names: Sequence[str]) -> StepStats:
-        learned = sum(int(item.loss_mask.sum()) for item in items)
-        if learned == 0:
-            raise ComponentError(
-                f"learner: optimizer step {self.num_steps}: none of the sequences has a token to "
-                "learn from"
-            )
-        batches, padded = self._pack(items)
-        self._ddp.zero_grad_buffer()
-        results = self._run(
-            self._ddp, batches, partial(_learn, self._head(self.model), loss), forward_only=False
-        )
-        reduced = self._reduce(results)
-        if not math.isfinite(reduced.loss):
-            guilty = [names[i] for i in reduced.not_finite]
-            raise self._not_finite(f"loss is {reduced.loss}", guilty)
-        grad_norm = self._optimizer.gradient_norm()
-        if not math.isfinite(grad_norm):
-            raise self._not_finite(f"gradient norm is {grad_norm} (loss {reduced.loss})", names)
-        lr = self._optimizer.lr
-        self._optimizer.step(grad_norm)
-        return StepStats(
-            loss=reduced.loss,
-            learned_tokens=learned,
-            sums=reduced.sums,
-            maxima=reduced.maxima,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=sum(len(item.tokens) for item in items),
-            padded_tokens=padded,
-        )
-
-    def _not_finite(self, what: str, names: Sequence[str]) -> ComponentError:
+    def _not_finite(self, what: str, names: Sequence[str]) -> NotFinite:
         some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return ComponentError(
+        return NotFinite(
             f"learner: optimizer step {self.num_steps}: {what}; samples: {some}. "
             "The optimizer did not step"
         )
 
-    def _pack(self, items: Sequence[PackItem]) -> tuple[list[MicroBatch], int]:
-        """This data-parallel rank's micro-batches, and the padded tokens of all ranks."""
-        lengths = [len(item.tokens) for item in items]
-        plan = assign(lengths, self.micro_batch_tokens, self._pad_multiple, self._dp_size)
-        batches = build(items, plan[self._dp_rank], pad_multiple=self._pad_multiple)
-        return batches, padded_tokens(lengths, plan, self._pad_multiple)
-
-    def _head(self, model: PolicyModel) -> Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor]]:
-        return partial(
-            _log_probs, model, temperature=self._temperature, chunk_tokens=self._chunk_tokens
-        )
-
-    def _run(
+    def _reduce(
         self,
-        model: torch.nn.Module,
+        items: Sequence[PackItem],
         batches: Sequence[MicroBatch],
-        head: Callable[..., Any],
-        *,
-        forward_only: bool,
-    ) -> list[Any]:
-        """Run Megatron's pipeline schedule; returns what ``head`` returned, on the last stage."""
-        where = device.device()
-
-        def forward_step(
-            iterator: Iterator[MicroBatch], module: torch.nn.Module
-        ) -> tuple[Tensor, Callable[..., Any]]:
-            batch = next(iterator)
-            hidden = module(batch.tokens, batch.position_ids, batch.cu_seqlens)
-            return hidden, partial(head, batch)
-
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=(batch.to(where) for batch in batches),
-            model=model,
-            num_microbatches=len(batches),
-            seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-
-    def _reduce(self, results: Sequence[_LocalStats]) -> _Reduced:
+        results: Sequence[_LocalStats],
+    ) -> Measured:
         """Sum over micro-batches and data-parallel ranks; returned on every rank."""
         reduced = None
-        if self._is_last_stage:
+        if self.runner.is_last_stage:
             sums, maxima = list(results[0].sums), list(results[0].maxima)
             added = torch.stack(
                 [torch.stack([r.loss, *(r.sums[n] for n in sums)]) for r in results]
@@ -409,27 +374,31 @@ class Trainer:
             dist.all_reduce(added, group=group)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
             loss, *totals = added.tolist()
-            reduced = _Reduced(
+            reduced = Measured(
                 loss=loss,
                 sums=dict(zip(sums, totals, strict=True)),
                 maxima=dict(zip(maxima, largest.tolist()[1:], strict=True)),
                 not_finite=() if math.isfinite(loss) else self._find_not_finite(results),
             )
-        box = [reduced]
-        dist.broadcast_object_list(box, src=self._source)
-        assert box[0] is not None
-        return box[0]
+        box = [(reduced, bool(results) and results[0].sequences is not None)]
+        dist.broadcast_object_list(box, src=self.runner.source)
+        measured, has_sequences = box[0]
+        assert measured is not None
+        if not has_sequences:
+            return measured
+        values = [r.sequences for r in results if r.sequences is not None]
+        return replace(measured, sequences=self.runner.sequence_values(items, batches, values))
 
     def _find_not_finite(self, results: Sequence[_LocalStats]) -> tuple[int, ...]:
         mine = [
             index
             for result in results
-            for index, flags in result.batch.unpack(result.not_finite.float().cpu().numpy())
+            for index, flags in result.batch.segments_of(result.not_finite.cpu().numpy())
             if flags.any()
         ]
-        found: list[Any] = [None] * self._dp_size
+        found: list[Any] = [None] * self.runner.dp_size
         dist.all_gather_object(found, mine, group=parallel_state.get_data_parallel_group())
-        return tuple(sorted(index for indices in found for index in indices))
+        return tuple(sorted({index for indices in found for index in indices}))
 
 
 def lesson_items(
@@ -459,7 +428,7 @@ def lesson_items(
             rollout.prompt.token_ids,
             rollout.completion.token_ids,
             learned=mask,
-            **{_WEIGHT: mask * np.float32(weight)},
+            **{WEIGHT: mask * np.float32(weight)},
             **{name: values[i] for name, values in lesson.fields.items()},
         )
         items.append(item)
@@ -488,57 +457,29 @@ def mini_batch_plan(
     return plan
 
 
-# -- the head, on the last pipeline stage ---------------------------------------------------------
+# -- of one micro-batch, on the last pipeline stage ------------------------------------------------
 
 
-def _log_probs(
-    model: PolicyModel, batch: MicroBatch, hidden: Tensor, *, temperature: float, chunk_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets and entropies [T], 0 where the mask is False."""
-    log_probs, entropy = model.log_probs(
-        hidden,
-        batch.targets[batch.learned],
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        positions=batch.learned,
-    )
-    nothing = torch.zeros(len(batch.tokens), dtype=torch.float32, device=hidden.device)
-    return (
-        nothing.index_copy(0, batch.learned, log_probs),
-        nothing.index_copy(0, batch.learned, entropy),
-    )
-
-
-def _score(
-    head: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor]],
-    batch: MicroBatch,
-    hidden: Tensor,
-    non_loss_data: bool = True,
-) -> Tensor:
-    return head(batch, hidden)[0]
-
-
-def _learn(
-    head: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor]],
-    loss: Loss,
-    batch: MicroBatch,
-    hidden: Tensor,
-) -> tuple[Tensor, Tensor, _LocalStats]:
+def _learn(loss: Loss, batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, _LocalStats]:
     """Loss function of Megatron's schedule: this micro-batch's part of the mini-batch loss."""
-    log_probs, entropy = head(batch, hidden)
-    token = loss.token_loss(batch, Outputs(log_probs=log_probs, entropy=entropy))
-    total = (batch.fields[_WEIGHT] * token.loss).sum()
+    token = loss.token_loss(batch, outputs)
+    total = (batch.fields[WEIGHT] * token.loss).sum()
+    reported = dict(token.means)
+    if outputs.entropy is not None:
+        reported["entropy"] = outputs.entropy.detach()
     stats = _LocalStats(
         batch=batch,
         loss=total.detach().double(),  # a copy: the schedule frees the loss's own memory
         not_finite=~torch.isfinite(token.loss.detach()),
-        sums={
-            "entropy": entropy.detach().double().sum(),
-            **{name: value.double().sum() for name, value in token.means.items()},
-        },
+        sums={name: value.double().sum() for name, value in reported.items()},
         maxima={name: value.double().amax() for name, value in token.maxima.items()},
+        sequences=None if token.sequences is None else token.sequences.detach(),
     )
     return total, batch.loss_mask.sum().int(), stats
+
+
+def _measure(loss: Loss, batch: MicroBatch, outputs: Outputs) -> _LocalStats:
+    return _learn(loss, batch, outputs)[2]
 
 
 def _sum_gradients(
@@ -546,10 +487,3 @@ def _sum_gradients(
 ) -> None:
     """Reduce gradients without Megatron's division by ``num_tokens``: losses are normalised."""
     finalize_model_grads(model, None, **groups)
-
-
-def _index_of_first(flag: bool) -> int:
-    """Lowest rank on which ``flag`` is set."""
-    flags: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(flags, flag)
-    return flags.index(True)

@@ -1,15 +1,45 @@
-"""Log-probabilities and entropies over a vocabulary split across tensor-parallel ranks.
+"""What is made of the hidden states: log-probabilities and entropies, and scores.
 
-The float32 logits of a batch never exist at once: they are made, used and dropped for
+Log-probabilities are over a vocabulary split across tensor-parallel ranks. The float32 logits of a batch never exist at once: they are made, used and dropped for
 ``chunk_tokens`` tokens at a time, in the forward pass and again in the backward pass.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from hpc_rlhf.cluster import device
+
 ROW_BLOCK = 8192  # rows of the output matrix whose gradient is computed at once
+
+
+class ScoreHead(torch.nn.Module):
+    """One number a position: the score of a reward model, the value of a critic.
+
+    ``weight`` [1, H] is ``score.weight`` of Hugging Face's ``XForSequenceClassification``, in the
+    dtype of the model; the product is in float32 whatever that is. Every tensor-parallel rank holds
+    all of it and computes the same.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = torch.zeros(1, hidden_size, dtype=dtype, device=device.device())
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores float32 [T] of hidden states [T, H]."""
+        return hidden.float() @ self.weight[0].float()
+
+
+def initial_score_weight(hidden_size: int, seed: int) -> torch.Tensor:
+    """Weight [1, H] of a new head, normal with variance 1 / (H + 1), the same on every rank.
+
+    Stiennon et al., arXiv:2009.01325, appendix B.1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, hidden_size, generator=generator) / math.sqrt(hidden_size + 1)
 
 
 def vocab_parallel_log_probs(

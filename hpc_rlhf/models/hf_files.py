@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from hpc_rlhf.models.hf_layout import (
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Tokenizers, chat templates, generation settings. Not README files: they describe other weights.
 COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
@@ -60,13 +61,20 @@ class HfWeights:
     ) -> None:
         self._stack.close()
 
-    def check(self, spec: HfModelSpec) -> None:
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def check(self, spec: HfModelSpec, *, optional: Collection[str] = ()) -> None:
         """Check names and shapes against ``spec``.
+
+        Args:
+            optional: names of tensors that may be missing.
 
         Raises:
             UserError: names the tensors that are missing, unknown or of another shape.
         """
         expected = {tensor.name: tensor.shape for tensor in hf_tensors_of(spec)}
+        expected = {n: s for n, s in expected.items() if n in self or n not in optional}
         if missing := sorted(expected.keys() - self._files.keys()):
             raise UserError(f"{self.directory}: tensors are missing: {_some(missing)}")
         if unknown := sorted(
@@ -177,9 +185,17 @@ def write_files(
 
 
 def write_companions(
-    directory: Path, source: Path, files: list[list[FilePlan]], dtype: torch.dtype
+    directory: Path,
+    source: Path,
+    files: list[list[FilePlan]],
+    dtype: torch.dtype,
+    changes: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Complete an export: the index, config.json, and what is copied from ``source``."""
+    """Complete an export: the index, config.json, and what is copied from ``source``.
+
+    Args:
+        changes: entries to set in the JSON files, by file name; files that are not there stay away.
+    """
     plans = [file for stage in files for file in stage]
     if len(plans) > 1:
         tensors = [(tensor, file.name) for file in plans for tensor in file.tensors]
@@ -192,11 +208,15 @@ def write_companions(
     config = json.loads((source / CONFIG_FILE).read_text())
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 writes the former
     config[key] = str(dtype).removeprefix("torch.")
-    _write_json(directory / CONFIG_FILE, config)
+    _write_json(directory / CONFIG_FILE, config | dict(changes.get(CONFIG_FILE, {})))
     for path in sorted(source.iterdir()):
         ours = path.name == CONFIG_FILE or path.name.endswith(".index.json")
         if path.is_file() and path.suffix in COMPANION_SUFFIXES and not ours:
-            shutil.copyfile(path, directory / path.name)
+            if path.name in changes:
+                values = json.loads(path.read_text())
+                _write_json(directory / path.name, values | dict(changes[path.name]))
+            else:
+                shutil.copyfile(path, directory / path.name)
 
 
 def publish_export(staging: Path, target: Path) -> None:

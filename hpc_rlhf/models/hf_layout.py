@@ -8,7 +8,7 @@ weight sync copy them back; there is no second place that knows the layout.
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from hpc_rlhf.errors import UserError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+LM_WEIGHT, SCORE_WEIGHT = "lm_head.weight", "score.weight"
+_ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,12 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class HfModelSpec:
-    """The architecture of a Hugging Face causal language model, as its config.json describes it."""
+    """The architecture of a Hugging Face decoder, as its config.json describes it, and its heads.
+
+    A policy has the language-model head. The score head, one number a position from the same hidden
+    states, is that of a reward model (``XForSequenceClassification`` with one label) or of a critic;
+    with both, a critic shares the policy's trunk.
+    """
 
     family: str
     hidden_size: int
@@ -54,6 +62,8 @@ class HfModelSpec:
     tied_embeddings: bool
     rope: RopeSpec
     source: str = ""  # the file it was read from, for messages
+    lm_head: bool = True
+    score_head: bool = False
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> "HfModelSpec":
@@ -110,6 +120,15 @@ class HfModelSpec:
             raise UserError(f"{source}: key {error} is missing") from None
         except (TypeError, ValueError) as error:
             raise UserError(f"{source}: a value has the wrong type ({error})") from None
+
+    def with_heads(self, *, lm: bool, score: bool) -> "HfModelSpec":
+        """The same decoder under other heads."""
+        return replace(self, lm_head=lm, score_head=score)
+
+    @property
+    def tied_output(self) -> bool:
+        """Whether the language-model head is the embedding matrix."""
+        return self.tied_embeddings and self.lm_head
 
     @property
     def qkv_bias(self) -> bool:
@@ -205,12 +224,14 @@ def stage_parameters(
         yield from _layer(spec, local, stage * per_stage + local, tensor)
     if last:
         yield _replicated("decoder.final_layernorm.weight", "model.norm.weight", spec.hidden_size)
-        if not spec.tied_embeddings:
-            head = HfTensor("lm_head.weight", embedding.shape)
+        if spec.lm_head and not spec.tied_embeddings:
+            head = HfTensor(LM_WEIGHT, embedding.shape)
             yield _vocabulary("output_layer.weight", head, spec, tensor)
-        elif not first:
+        elif spec.lm_head and not first:
             copy = _vocabulary("output_layer.weight", embedding, spec, tensor)
             yield ShardedParameter(copy.name, (), copy.shards, copy.dim, copy.shard_shape)
+        if spec.score_head:
+            yield _replicated("score_head.weight", SCORE_WEIGHT, 1, spec.hidden_size)
 
 
 def hf_tensors_of(spec: HfModelSpec) -> list[HfTensor]:
@@ -219,11 +240,28 @@ def hf_tensors_of(spec: HfModelSpec) -> list[HfTensor]:
     return [source for parameter in parameters for source in parameter.sources]
 
 
+def config_changes(spec: HfModelSpec, *, pad_token_id: int | None = None) -> dict[str, Any]:
+    """What config.json of an export says otherwise than that of the model it was made from.
+
+    Args:
+        pad_token_id: of a reward model, whose score Hugging Face takes at the last token that is not
+            this one.
+    """
+    name = _ARCHITECTURES[spec.family]
+    if spec.lm_head:
+        return {"architectures": [f"{name}ForCausalLM"]}
+    return {
+        "architectures": [f"{name}ForSequenceClassification"],
+        "id2label": {"0": "score"},  # its length is the number of labels
+        "label2id": {"score": 0},
+        "pad_token_id": pad_token_id,
+    }
+
+
 def ignorable(spec: HfModelSpec, name: str) -> bool:
     """Whether a checkpoint may hold tensor ``name`` although the model has no such parameter."""
-    return name.endswith("rotary_emb.inv_freq") or (
-        spec.tied_embeddings and name == "lm_head.weight"
-    )
+    unused_head = name == LM_WEIGHT and (spec.tied_embeddings or not spec.lm_head)
+    return name.endswith("rotary_emb.inv_freq") or unused_head
 
 
 def _layer(spec: HfModelSpec, local: int, index: int, tensor: int) -> Iterator[ShardedParameter]:
@@ -257,11 +295,10 @@ def _layer(spec: HfModelSpec, local: int, index: int, tensor: int) -> Iterator[S
     yield _row_parallel(f"{ours}.mlp.linear_fc2.weight", down, tensor)
 
 
-def _replicated(name: str, hf_name: str, size: int) -> ShardedParameter:
-    source = HfTensor(hf_name, (size,))
-    return ShardedParameter(
-        name, (source,), ((Piece(source, 0, 0, size),),), 0, (size,), replicated=True
-    )
+def _replicated(name: str, hf_name: str, *shape: int) -> ShardedParameter:
+    source = HfTensor(hf_name, shape)
+    whole = Piece(source, 0, 0, shape[0])
+    return ShardedParameter(name, (source,), ((whole,),), 0, shape, replicated=True)
 
 
 def _row_parallel(name: str, source: HfTensor, tensor: int) -> ShardedParameter:

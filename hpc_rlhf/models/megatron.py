@@ -27,15 +27,24 @@ from hpc_rlhf.cluster import device
 from hpc_rlhf.config import ParallelConfig, Recompute
 from hpc_rlhf.errors import ComponentError, UserError
 from hpc_rlhf.models.attention import PackedAttention, PackedSequences, RMSNorm
-from hpc_rlhf.models.heads import vocab_parallel_log_probs
+from hpc_rlhf.models.heads import ScoreHead, initial_score_weight, vocab_parallel_log_probs
 from hpc_rlhf.models.hf_files import (
+    CONFIG_FILE,
+    TOKENIZER_FILES,
     HfWeights,
     plan_files,
     publish_export,
     write_companions,
     write_files,
 )
-from hpc_rlhf.models.hf_layout import HfModelSpec, Piece, ShardedParameter, stage_parameters
+from hpc_rlhf.models.hf_layout import (
+    SCORE_WEIGHT,
+    HfModelSpec,
+    Piece,
+    ShardedParameter,
+    config_changes,
+    stage_parameters,
+)
 from hpc_rlhf.models.rotary import RotaryAngles, rotary_frequencies
 
 
@@ -66,10 +75,11 @@ def initialize_model_parallel(parallel: ParallelConfig, *, seed: int, timeout_s:
 
 
 class PolicyModel(GPTModel):
-    """This rank's shard of the policy: its pipeline stage, its tensor-parallel slices.
+    """This rank's shard of a policy or of a reward model: its pipeline stage, its tensor slices.
 
-    The last stage ends with hidden states, not logits: at a real vocabulary the logits of a batch
-    do not fit in memory, so :meth:`log_probs` makes them chunk by chunk.
+    The last stage ends with hidden states, of which :meth:`log_probs` and :meth:`scores` make what
+    is wanted, where the spec has these heads: at a real vocabulary the logits of a batch do not fit
+    in memory, so that they are made chunk by chunk.
     """
 
     def __init__(
@@ -91,10 +101,17 @@ class PolicyModel(GPTModel):
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=True,
-            share_embeddings_and_output_weights=spec.tied_embeddings,
+            share_embeddings_and_output_weights=spec.tied_output,
             position_embedding_type="none",  # RotaryAngles below
         )
         self.spec = spec
+        if post_process and not spec.lm_head:
+            # GPTModel always makes one. It reads post_process as "has an output layer"; the decoder
+            # has its own, by which it knows that the final norm is its.
+            del self.output_layer
+            self.post_process = False
+        if post_process and spec.score_head:
+            self.score_head = ScoreHead(spec.hidden_size, config.params_dtype)
         self.angles = RotaryAngles(spec.rope, spec.head_dim, device.device())
 
     def layout(self) -> list[ShardedParameter]:
@@ -148,7 +165,7 @@ class PolicyModel(GPTModel):
 
     def output_weight(self) -> torch.nn.Parameter:
         """This rank's rows of the output matrix, [padded vocabulary / TP, hidden_size]; last stage."""
-        assert self.post_process
+        assert self.post_process, "not the last stage, or a model without a language-model head"
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -191,6 +208,27 @@ class PolicyModel(GPTModel):
             vocab_size=self.spec.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
         )
+
+    def scores(
+        self, hidden: torch.Tensor, *, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The score head's number of every position, float32 [T], from the last stage's output.
+
+        Collective over the tensor-parallel group under sequence parallelism; equal on all its ranks.
+
+        Args:
+            hidden: what :meth:`forward` returned.
+            positions: int64, of the rows that are wanted.
+        """
+        if self.config.sequence_parallel:
+            # Every rank goes on with the same, so that its gradient is whole and not a summand.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False
+            )
+        hidden = hidden.squeeze(1)
+        if positions is not None:
+            hidden = hidden.index_select(0, positions)
+        return self.score_head(hidden)
 
 
 def build_model(
@@ -280,22 +318,31 @@ def hf_tensors(
 
 
 @torch.no_grad()
-def load_hf(model: PolicyModel, directory: Path | str) -> None:
+def load_hf(model: PolicyModel, directory: Path | str, *, head_seed: int | None = None) -> None:
     """Load a Hugging Face checkpoint; each rank reads only its own slices, from memory-mapped files.
 
     Weights are cast to the model's dtype. An optimizer that keeps its own copy of the parameters
     must be told afterwards (``reload_model_params``).
+
+    Args:
+        head_seed: draw a score head that ``directory`` does not have from this seed; default: it
+            must have it.
 
     Raises:
         UserError: no safetensors files, or tensors missing, unknown, or of other shapes than
             config.json says.
     """
     with HfWeights(Path(directory)) as weights:
-        weights.check(model.spec)
+        optional = [] if head_seed is None else [SCORE_WEIGHT]
+        weights.check(model.spec, optional=optional)
         parameters = dict(model.named_parameters())
         rank = parallel_state.get_tensor_model_parallel_rank()
         for sharded in model.layout():
             target = parameters[sharded.name]
+            if any(source.name not in weights for source in sharded.sources):  # the optional one
+                assert head_seed is not None
+                target.copy_(initial_score_weight(model.spec.hidden_size, head_seed))
+                continue
             target.zero_()  # padding rows stay 0
             for piece, offset in _with_offsets(sharded.pieces(rank)):
                 target.narrow(sharded.dim, offset, piece.size).copy_(weights.read(piece))
@@ -308,8 +355,11 @@ def export_hf(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 << 30,
+    pad_token: tuple[str, int] | None = None,
 ) -> None:
     """Write the model as a Hugging Face directory, whole or not at all.
+
+    A model without a language-model head becomes a sequence classifier of one label.
 
     COLLECTIVE over the learner; on return the directory is there for every rank. Each pipeline
     stage's leader writes that stage's files, so no rank gathers the whole model.
@@ -318,6 +368,7 @@ def export_hf(
         source: the directory that configuration, generation settings and tokenizer are copied from.
         target: the new directory. One that exists with the same contents is left as it is.
         dtype: of the written weights; default: the model's.
+        pad_token: text and id, which a sequence classifier needs; its tokenizer gets it, too.
 
     Raises:
         UserError: ``target`` exists and is different.
@@ -327,6 +378,12 @@ def export_hf(
     dtype = dtype or model.config.params_dtype
     stages = model.config.pipeline_model_parallel_size
     files = plan_files(model.spec, stages, dtype.itemsize, max_file_bytes)
+    pad_text, pad_id = pad_token or (None, None)
+    changes: dict[str, dict[str, Any]] = {
+        CONFIG_FILE: config_changes(model.spec, pad_token_id=pad_id)
+    }
+    if pad_text is not None:
+        changes |= {name: {"pad_token": pad_text} for name in TOKENIZER_FILES}
     staging = target.with_name(f".{target.name}.export")
     is_replica = parallel_state.get_data_parallel_rank() == 0
     is_writer = is_replica and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -344,7 +401,7 @@ def export_hf(
                 write_files(staging if is_writer else None, files[stage], tensors)
         with _all_ranks_agree("publish", target):
             if is_leader:
-                write_companions(staging, Path(source), files, dtype)
+                write_companions(staging, Path(source), files, dtype, changes)
                 publish_export(staging, target)
     finally:
         if is_leader:

@@ -172,7 +172,7 @@ def _measure(
     cases = [("sequence", size) for size in MICRO_BATCH_TOKENS]
     cases += [("token", 48), ("constant", 48), ("gspo", 48), ("corrected", 48)]
     for case, micro_batch_tokens in cases:
-        trainer.micro_batch_tokens = micro_batch_tokens
+        trainer.runner.micro_batch_tokens = micro_batch_tokens
         stats = trainer.update(make_algorithm(CASES[case][0]), reference.experience)
         gradients = whole_tensors(trainer.model, lambda p: p.main_grad)
         yield case, stats, _relative_error(gradients, reference.gradients[case])

@@ -20,9 +20,10 @@ from hpc_rlhf.config import (
 )
 from hpc_rlhf.errors import ComponentError
 from hpc_rlhf.learner.algorithms import Algorithm, make_algorithm
+from hpc_rlhf.learner.objectives import Supervised
 from hpc_rlhf.learner.trainer import Trainer, mini_batch_plan
 from hpc_rlhf.models.megatron import build_model, load_hf
-from hpc_rlhf.types import Completion, Experience
+from hpc_rlhf.types import Completion, Example, Experience, TokenSequence
 from tests.distributed.learner_fixtures import (
     CLIP,
     KL_COEF,
@@ -200,12 +201,20 @@ def test_nothing_to_learn_is_an_error_and_empty_completions_are_not(
         with pytest.raises(ValueError, match="needs reference log-probs"):
             trainer.update(_algorithm(), partly)
         with pytest.raises(ComponentError, match="none of the sequences has a token"):
-            trainer.sft_step([(np.array([1, 2]), np.array([True, False]))])
+            _sft_step(trainer, [(np.array([1, 2]), np.array([True, False]))])
         return stats
 
     (stats,) = run_ranks(learn, 1)
     assert stats["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert stats["kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def _sft_step(trainer: Trainer, sequences: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    examples = [
+        Example(uid=str(i), sequences=(TokenSequence(ids, mask),))
+        for i, (ids, mask) in enumerate(sequences)
+    ]
+    return trainer.fit(Supervised(), examples)
 
 
 def _hf_sft_loss(model: torch.nn.Module, sequences: list[tuple[np.ndarray, np.ndarray]]) -> Any:
@@ -231,7 +240,7 @@ def test_fewer_sequences_than_data_parallel_ranks(
     norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).double().norm().item()
 
     def learn(parallel: ParallelConfig) -> dict[str, float]:
-        return make_trainer(directory, parallel).sft_step(sequences)
+        return _sft_step(make_trainer(directory, parallel), sequences)
 
     for parallel in (ParallelConfig(pipeline=2), ParallelConfig(tensor=2, sequence=True)):
         for stats in run_ranks(learn, 4, parallel):
@@ -251,7 +260,7 @@ def test_supervised_steps(tiny_models: dict[str, Path], batch: Experience) -> No
     def learn() -> list[float]:
         adam = OptimizerConfig(lr=3e-3)
         trainer = make_trainer(directory, ParallelConfig(pipeline=2), optimizer=adam)
-        return [trainer.sft_step(sequences)["loss"] for _ in range(8)]
+        return [_sft_step(trainer, sequences)["loss"] for _ in range(8)]
 
     ranks = run_ranks(learn, 4)
     assert ranks[0][0] == pytest.approx(expected, rel=1e-5)
@@ -317,7 +326,7 @@ def test_trainers_follow_each_other_in_one_process(
 
     def after_another() -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         first = make_trainer(directory, ParallelConfig(), optimizer=OptimizerConfig(lr=1e-2))
-        first.sft_step([(np.array([5, 6, 7]), np.array([False, True, True]))])
+        _sft_step(first, [(np.array([5, 6, 7]), np.array([False, True, True]))])
         before = whole_tensors(first.model)
         first.close()
         assert all(torch.equal(t, before[n]) for n, t in whole_tensors(first.model).items())

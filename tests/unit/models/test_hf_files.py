@@ -122,7 +122,7 @@ def test_companions_are_copied_and_the_dtype_is_updated(model: Path, tmp_path: P
     (model / INDEX_FILE).write_text("{}")
     target = tmp_path / "export"
     target.mkdir()
-    write_companions(target, model, plan_files(spec(), 2, 2, 10_000), torch.bfloat16)
+    write_companions(target, model, plan_files(spec(), 2, 2, 10_000), torch.bfloat16, {})
     assert json.loads((target / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert (target / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     assert not (target / "README.md").exists()

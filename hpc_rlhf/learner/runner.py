@@ -1,0 +1,190 @@
+"""Models over packed micro-batches, through Megatron's pipeline schedule."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpc_rlhf.cluster import device
+from hpc_rlhf.config import LearnerConfig
+from hpc_rlhf.learner.algorithms import Outputs
+from hpc_rlhf.learner.packing import MicroBatch, PackItem, assign, build, padded_tokens
+from hpc_rlhf.models.megatron import PolicyModel
+
+
+class Runner:
+    """Packs items and runs models of one layout over them. Every method is collective.
+
+    Needs no optimizer: a frozen model is swept with it.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, learner: LearnerConfig, *, temperature: float = 1.0
+    ) -> None:
+        """Args:
+        config: of the models that will be run.
+        temperature: of the distribution whose log-probs are wanted.
+        """
+        self.micro_batch_tokens = learner.micro_batch_tokens
+        self.pad_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._temperature = temperature
+        self._chunk_tokens = learner.logprob_chunk_tokens
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.dp_size = parallel_state.get_data_parallel_world_size()
+        self.is_last_stage = parallel_state.is_pipeline_last_stage()
+        # Of the ranks that hold the results of their data-parallel rank, the one all listen to.
+        self.speaks = self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+        self.source = _index_of_first(self.speaks and self.dp_rank == 0)
+
+    def pack(self, items: Sequence[PackItem]) -> tuple[list[MicroBatch], int]:
+        """This data-parallel rank's micro-batches, and the padded tokens of all ranks.
+
+        Args:
+            items: the same on every rank.
+        """
+        lengths = [len(item.tokens) for item in items]
+        plan = assign(lengths, self.micro_batch_tokens, self.pad_multiple, self.dp_size)
+        batches = build(items, plan[self.dp_rank], pad_multiple=self.pad_multiple)
+        return batches, padded_tokens(lengths, plan, self.pad_multiple)
+
+    def learn(
+        self,
+        model: PolicyModel,
+        wrapped: torch.nn.Module,
+        batches: Sequence[MicroBatch],
+        loss: Callable[[MicroBatch, Outputs], tuple[Tensor, Tensor, Any]],
+    ) -> list[Any]:
+        """Forward and backward; gradients accumulate in ``wrapped``, Megatron's DDP of ``model``.
+
+        Args:
+            loss: of a micro-batch: its part of the mini-batch's loss, its learned tokens, and what
+                is to be reported.
+
+        Returns:
+            What ``loss`` reported of each micro-batch, on the last pipeline stage.
+        """
+
+        def head(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            return loss(batch, self._outputs(model, batch, hidden))
+
+        return self._run(wrapped, batches, head, forward_only=False)
+
+    @torch.no_grad()
+    def sweep(
+        self,
+        model: PolicyModel,
+        batches: Sequence[MicroBatch],
+        read: Callable[[MicroBatch, Outputs], Any],
+    ) -> list[Any]:
+        """Forward only; returns what ``read`` made of each micro-batch, on the last stage."""
+
+        def head(batch: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Any:
+            return read(batch, self._outputs(model, batch, hidden))
+
+        return self._run(model, batches, head, forward_only=True)
+
+    def token_log_probs(
+        self, model: PolicyModel, items: Sequence[PackItem]
+    ) -> list[NDArray[np.float32]]:
+        """Log-probs of every item's masked targets, in order, the same on every rank."""
+        if not items:
+            return []
+        batches, _ = self.pack(items)
+        swept = self.sweep(model, batches, lambda batch, outputs: outputs.log_probs)
+        counts = [int(item.loss_mask.sum()) for item in items]
+        flat = np.zeros(sum(counts), np.float32)
+        parts = np.split(flat, np.cumsum(counts)[:-1])
+        if self.speaks:
+            for batch, values in zip(batches, swept, strict=True):
+                for index, found in batch.unpack(values.cpu().numpy()):
+                    parts[index][:] = found
+        return np.split(self.sum_everywhere(flat), np.cumsum(counts)[:-1])
+
+    def sequence_values(
+        self,
+        items: Sequence[PackItem],
+        batches: Sequence[MicroBatch],
+        values: Sequence[Tensor],
+    ) -> NDArray[np.float64]:
+        """Gather one number a sequence of every item, [items, sequences of an item], on every rank.
+
+        Args:
+            values: by micro-batch, [num_sequences] each, on the last stage.
+        """
+        width = max(len(item.segments) or 1 for item in items)
+        found = np.zeros((len(items), width))
+        if self.speaks:
+            for batch, numbers in zip(batches, values, strict=True):
+                indices = batch.sequence_index[: batch.num_sequences].numpy()
+                if len(indices):
+                    found[indices[::width]] = numbers.cpu().numpy().reshape(-1, width)
+        return self.sum_everywhere(found)
+
+    def sum_everywhere(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Sum over all ranks: exact where each number is set by one and 0 elsewhere."""
+        total = torch.from_numpy(values).to(device.device())
+        dist.all_reduce(total)
+        return total.cpu().numpy()
+
+    def _outputs(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Outputs:
+        """Collective over the tensor-parallel group."""
+        nothing = torch.zeros(len(batch.tokens), dtype=torch.float32, device=hidden.device)
+        place = partial(nothing.index_copy, 0, batch.learned)
+        log_probs = entropy = scores = None
+        if model.spec.lm_head:
+            log_probs, entropy = map(
+                place,
+                model.log_probs(
+                    hidden,
+                    batch.targets[batch.learned],
+                    temperature=self._temperature,
+                    chunk_tokens=self._chunk_tokens,
+                    positions=batch.learned,
+                ),
+            )
+        if model.spec.score_head:
+            scores = place(model.scores(hidden, positions=batch.learned))
+        return Outputs(log_probs=log_probs, entropy=entropy, scores=scores)
+
+    def _run(
+        self,
+        model: torch.nn.Module,
+        batches: Sequence[MicroBatch],
+        head: Callable[..., Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        where = device.device()
+
+        def forward_step(
+            iterator: Iterator[MicroBatch], module: torch.nn.Module
+        ) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(iterator)
+            hidden = module(batch.tokens, batch.position_ids, batch.cu_seqlens)
+            return hidden, partial(head, batch)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=(batch.to(where) for batch in batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+def _index_of_first(flag: bool) -> int:
+    """Lowest rank on which ``flag`` is set."""
+    flags: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return flags.index(True)
