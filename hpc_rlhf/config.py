@@ -33,6 +33,10 @@ class Stage(Choice):
         """Whether it learns from a fixed data set: a learner and no sampler."""
         return self is not Stage.ONLINE
 
+    @property
+    def learns_from_pairs(self) -> bool:
+        return self in (Stage.REWARD_MODEL, Stage.DPO)
+
 
 class DType(Choice):
     AUTO = "auto"  # bfloat16 on a GPU, float32 on a CPU
@@ -293,7 +297,7 @@ class DataConfig:
     prompts: str | None = None  # online
     train: str | None = None  # offline
     eval: str | None = None  # offline: held out, never learned from
-    cache: str | None = None  # offline: directory of tokenised data; default: ROOT/.tokens
+    cache: str | None = None  # offline: directory of tokenised data; default: run.root/.cache
     format: PromptFormat = (
         PromptFormat.TEXT
     )  # of prompts; offline records show theirs by themselves

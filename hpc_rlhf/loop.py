@@ -1,8 +1,9 @@
 """The outer loop of online training: sample, score, learn, publish, save."""
 
+from hpc_rlhf.cluster.stopping import StopRequested
 from hpc_rlhf.errors import ExitCode
 from hpc_rlhf.observe.timeline import Timeline
-from hpc_rlhf.online_run import OnlineRun, StopRequested
+from hpc_rlhf.online_run import OnlineRun
 from hpc_rlhf.types import Phase
 
 

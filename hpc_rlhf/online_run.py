@@ -16,7 +16,7 @@ import numpy as np
 from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.checkpoint.save_point import BEGINNING, SavePoint
 from hpc_rlhf.cluster.control import ControlGroup
-from hpc_rlhf.cluster.stopping import SavePoints
+from hpc_rlhf.cluster.stopping import SavePoints, StopRequested
 from hpc_rlhf.cluster.walltime import WalltimeGuard
 from hpc_rlhf.config import CheckpointConfig, OffPolicyConfig, RunConfig, SamplingConfig
 from hpc_rlhf.data.prompts import PromptCursor, PromptDataset
@@ -43,10 +43,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 # For the samplers to hand over what they have; a grace time can be as short as 30 s.
 INTERRUPT_TIMEOUT_S = 10.0
-
-
-class StopRequested(Exception):
-    """All ranks agreed to stop at this save point, whatever for; what was sampled is on disk."""
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,63 @@ import platform
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hpc_rlhf
 from hpc_rlhf import compose
 from hpc_rlhf.config import Config, Schedule
+from hpc_rlhf.data import tokens
+from hpc_rlhf.data.tokens import TokenDataset
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import FrozenRef
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # What may change between attempts without changing what is learned.
 RESUMABLE_CHANGES = (
     *("cluster.", "sampler.", "checkpoint.", "sync.", "learner.parallel."),
     *("learner.collective_timeout_s", "run.max_attempts_without_progress"),
+    *("data.cache", "offline.max_skipped_steps"),
 )
 
 
 def run_directory(config: Config) -> RunDir:
     return RunDir(Path(config.run.root).absolute() / config.run.name)
+
+
+def data_cache(config: Config) -> Path:
+    """Where tokenised data sets and a reference's log-probs are kept, for all runs of a root."""
+    return Path(config.data.cache or Path(config.run.root).absolute() / ".cache")
+
+
+def open_examples(
+    config: Config,
+    path: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> TokenDataset:
+    """The tokenised demonstrations or pairs of a file, made if no run of this root has made them.
+
+    Raises:
+        UserError: see :func:`hpc_rlhf.data.tokens.prepare`.
+    """
+    return tokens.prepare(
+        Path(path),
+        config.data,
+        tokenizer,
+        Path(config.model.path),
+        pairs=config.stage.learns_from_pairs,
+        max_tokens=config.model.max_sequence_tokens,
+        cache=data_cache(config),
+        progress=progress,
+    )
 
 
 def check_resume(config: Config) -> None:

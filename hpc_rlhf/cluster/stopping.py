@@ -10,6 +10,10 @@ from hpc_rlhf.cluster.walltime import WalltimeGuard
 logger = logging.getLogger(__name__)
 
 
+class StopRequested(Exception):
+    """All ranks agreed to stop at this save point, whatever for; what is to be kept is on disk."""
+
+
 class SavePoints:
     """Asked by all ranks at every point where the state could be saved; all get the same answer.
 

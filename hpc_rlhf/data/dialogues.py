@@ -40,6 +40,12 @@ class Dialogue:
     answer: str | tuple[Message, ...]
 
 
+def is_chat(record: Mapping[str, Any], config: DataConfig) -> bool:
+    """Whether a record's messages, or its text by configuration, go through the chat template."""
+    fields = (config.messages_field, config.completion_field, config.chosen_field)
+    return config.chat_template or any(isinstance(record.get(name), list) for name in fields)
+
+
 def read_demonstration(record: Mapping[str, Any], config: DataConfig, *, place: str) -> Dialogue:
     """A record with messages, or with a prompt and its completion.
 

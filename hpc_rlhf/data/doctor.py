@@ -43,7 +43,7 @@ def check_learning(tokenizer: "PreTrainedTokenizerBase", directory: Path, *, cha
     if isinstance(found, RenderingError):
         raise UserError(f"{directory}: {found}")
     _check_doubled(found, tokenizer, directory)
-    learned = tokenizer.decode(found.token_ids[found.loss_mask], skip_special_tokens=True)
+    learned = str(tokenizer.decode(found.token_ids[found.loss_mask], skip_special_tokens=True))
     if learned.strip() != _ANSWER:
         raise UserError(
             f"{directory}: of the answer {_ANSWER!r} the chat template would have {learned!r} learned; "
@@ -63,19 +63,20 @@ def check_pad_token(
         pad_token: ``reward_model.pad_token``; default: the tokenizer's.
 
     Raises:
-        UserError: it ends answers, or is not one token of the vocabulary; names others.
+        UserError: it ends answers, or is a token of text; names others.
     """
     text = str(pad_token or tokenizer.pad_token)
-    index = tokenizer.get_vocab().get(text)
+    added = tokenizer.get_added_vocab()
+    index = added.get(text)
     ends = eos_token_ids(tokenizer, directory)
     others = [
-        str(token)
-        for token, i in sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
-        if i not in ends
+        str(token) for token, i in sorted(added.items(), key=lambda item: item[1]) if i not in ends
     ]
     choose = f"set reward_model.pad_token to another special token, e.g. {', '.join(others[:3])}"
     if index is None:
-        raise UserError(f"reward_model.pad_token={text!r}: not a token of {directory}; {choose}")
+        raise UserError(
+            f"reward_model.pad_token={text!r}: not a special token of {directory}; {choose}"
+        )
     if index in ends:
         raise UserError(
             f"{directory}: the padding token {text} also ends answers, so that Hugging Face would read "

@@ -6,13 +6,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def examples_of_step(count: int, batch_size: int, step: int, seed: int) -> NDArray[np.int64]:
+def examples_of_step(
+    count: int, batch_size: int, step: int, *, seed: int | None
+) -> NDArray[np.int64]:
     """Indices of the examples of optimizer step ``step``, counted from 1.
 
     Every epoch goes once through all ``count`` examples, in an order of its own; a batch at the end
     of an epoch is filled from the next one.
+
+    Args:
+        seed: None for the order of the file in every epoch.
     """
     positions = np.arange((step - 1) * batch_size, step * batch_size)
+    if seed is None:
+        return positions % count
     epochs, places = np.divmod(positions, count)
     return np.array(
         [_order(count, int(e), seed)[p] for e, p in zip(epochs, places, strict=True)], np.int64

@@ -70,6 +70,7 @@ class PromptDataset:
             UserError: the file is missing or has no usable prompt; a line is bad or a prompt too
                 long and the configuration does not say to drop it. Names file and line.
         """
+        assert config.prompts is not None
         path = Path(config.prompts)
         limit = min(config.max_prompt_tokens, max_sequence_tokens - 1)
         dropped: Counter[str] = Counter()

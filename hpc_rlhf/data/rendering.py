@@ -7,6 +7,7 @@ sequence ends with the last token that is learned: there the policy stops, and a
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,15 +72,18 @@ def _marked(
         before = _text(tokenizer, messages[:given], prompt=True)
         _check_prefix(before, text, given)
         start = len(before)
-    texts, indices = render_jinja_template(
-        conversations=[messages],
+    variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
+    # its annotation leaves out what it returns with the characters marked
+    rendered: Any = render_jinja_template(
+        conversations=[[dict(message) for message in messages]],
         chat_template=tokenizer.get_chat_template(),
         return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
+        **variables,
     )
-    if texts[0] != text:
+    (again,), (spans,) = rendered
+    if again != text:
         raise RenderingError("the chat template renders the same messages in two ways")
-    return text, [(a, b) for a, b in indices[0] if a >= start]
+    return text, [(a, b) for a, b in spans if a >= start]
 
 
 def _differences(
@@ -140,6 +144,8 @@ def tokenize(
         end_ids: tokens that end an answer; plain text gets the tokenizer's own one.
         add_bos: put the BOS token in front of plain text.
     """
+    if not rendered:
+        return []
     ends = frozenset(end_ids)
     encoded = tokenizer(
         [one.text for one in rendered],
@@ -194,7 +200,7 @@ def _encode_pieces(
     edges = [0, *(edge for span in rendered.spans for edge in span), len(rendered.text)]
     ids: list[int] = []
     bounds = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         first = len(ids)
         ids += tokenizer(rendered.text[start:end], add_special_tokens=False)["input_ids"]
         bounds.append((first, len(ids)))
@@ -214,9 +220,7 @@ def _with_special_tokens(
     return TokenSequence(token_ids.astype(np.int32), mask.astype(np.bool_))
 
 
-def _no_end(
-    answer: np.ndarray, tokenizer: "PreTrainedTokenizerBase", ends: frozenset[int]
-) -> str:
+def _no_end(answer: np.ndarray, tokenizer: "PreTrainedTokenizerBase", ends: frozenset[int]) -> str:
     known = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in sorted(ends))
     special = [int(i) for i in answer if i in tokenizer.all_special_ids]
     hint = (

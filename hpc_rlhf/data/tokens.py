@@ -21,7 +21,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -95,7 +95,7 @@ class TokenDataset:
             uid=f"{self.name}:{self.lines[index]}",
             sequences=tuple(
                 TokenSequence(np.array(self.tokens[a:b]), np.array(self.mask[a:b]))
-                for a, b in zip(bounds, bounds[1:], strict=False)
+                for a, b in pairwise(bounds)
             ),
             margin=float(self.margins[index]),
         )
@@ -147,12 +147,11 @@ def prepare(
     if not target.exists():
         try:
             publish_directory(target, lambda directory: _write(directory, source, progress))
-        except FileExistsError:
-            pass  # another run was faster, and made the same
         except OSError as error:
-            raise UserError(
-                f"data.cache={cache}: cannot be written: {error}; give another directory"
-            ) from error
+            if not target.is_dir():  # else another run was faster, and made the same
+                raise UserError(
+                    f"data.cache={cache}: cannot be written: {error}; give another directory"
+                ) from error
     return TokenDataset.open(target)
 
 
@@ -287,9 +286,7 @@ def _dialogues(record: Record, source: _Source, place: str) -> tuple[Dialogue, .
     return (read_demonstration(record, source.config, place=place),)
 
 
-def _rendered(
-    dialogue: Dialogue, tokenizer: "PreTrainedTokenizerBase", place: str
-) -> Rendered:
+def _rendered(dialogue: Dialogue, tokenizer: "PreTrainedTokenizerBase", place: str) -> Rendered:
     try:
         return render(dialogue, tokenizer)
     except RenderingError as error:

@@ -59,9 +59,13 @@ def _run(
     config = compose.load(run.config)
     plan = JobPlan.from_json(read_json(attempt.plan))
     if component == LEARNER:
-        from hpc_rlhf.stages.online import run_learner
+        if config.stage.is_offline:
+            from hpc_rlhf.stages import offline
 
-        return run_learner(config, plan, attempt, world, timeline)
+            return offline.run_learner(config, plan, attempt, world, timeline)
+        from hpc_rlhf.stages import online
+
+        return online.run_learner(config, plan, attempt, world, timeline)
     from hpc_rlhf.stages.sampler import run_sampler
 
     assert replica is not None

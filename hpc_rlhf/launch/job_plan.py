@@ -159,17 +159,19 @@ def plan_job(config: Config, run_dir: Path) -> JobPlan:
         raise UserError(
             f"cluster.signal={cluster.signal}: {error}; write USR2, TERM, ..."
         ) from None
-    sampler = _resources(SAMPLER, cluster.sampler)
-    components = (
-        ComponentPlan(name=LEARNER, resources=_resources(LEARNER, cluster.learner)),
-        ComponentPlan(
-            name=SAMPLER,
-            resources=sampler,
-            replicas=sampler.tasks,
-            max_restarts=config.sampler.max_restarts,
-            restart_reset_s=config.sampler.restart_reset_s,
-        ),
-    )
+    learner = ComponentPlan(name=LEARNER, resources=_resources(LEARNER, cluster.learner))
+    components: tuple[ComponentPlan, ...] = (learner,)
+    if not config.stage.is_offline:
+        sampler = _resources(SAMPLER, cluster.sampler)
+        components += (
+            ComponentPlan(
+                name=SAMPLER,
+                resources=sampler,
+                replicas=sampler.tasks,
+                max_restarts=config.sampler.max_restarts,
+                restart_reset_s=config.sampler.restart_reset_s,
+            ),
+        )
     environment = {str(name): str(value) for name, value in cluster.environment.items()}
     if not any(component.resources.gpus_per_node for component in components):
         # ranks that share cores would each start a thread per core

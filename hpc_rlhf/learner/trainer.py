@@ -35,6 +35,8 @@ from hpc_rlhf.learner.stats import StepStats, merge
 from hpc_rlhf.models.megatron import PolicyModel
 from hpc_rlhf.types import Example, Experience, Rollout
 
+_EVALUATED_AT_ONCE = 128  # examples between two looks at whether to stop
+
 
 class NotFinite(ComponentError):
     """A loss or gradient is not finite; the optimizer did not step. The message names samples."""
@@ -89,6 +91,18 @@ class UpdateStopped(Exception):
 
 def _never() -> bool:
     return False
+
+
+def add(parts: Sequence[Measured]) -> Measured:
+    """The sum over parts of a mini-batch whose weights are of the whole."""
+    first = parts[0]
+    sequences = [part.sequences for part in parts if part.sequences is not None]
+    return Measured(
+        loss=sum(part.loss for part in parts),
+        sums={name: sum(part.sums[name] for part in parts) for name in first.sums},
+        maxima={name: max(part.maxima[name] for part in parts) for name in first.maxima},
+        sequences=np.concatenate(sequences) if sequences else None,
+    )
 
 
 class Trainer:
@@ -221,10 +235,24 @@ class Trainer:
         stats, measured = self.step(objective, objective.items(examples), names)
         return merge([stats]) | objective.metrics(examples, measured.sequences)
 
-    def evaluate(self, objective: Objective, examples: Sequence[Example]) -> dict[str, float]:
-        """What :meth:`fit` would report of ``examples``, without learning from them."""
+    def evaluate(
+        self,
+        objective: Objective,
+        examples: Sequence[Example],
+        *,
+        pause: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """What :meth:`fit` would report of ``examples``, without learning from them.
+
+        Args:
+            pause: called now and then; what it raises ends the evaluation.
+        """
         items = objective.items(examples)
-        measured = self.measure(objective, items)
+        parts = []
+        for start in range(0, len(items), _EVALUATED_AT_ONCE):
+            pause()
+            parts.append(self.measure(objective, items[start : start + _EVALUATED_AT_ONCE]))
+        measured = add(parts)
         learned = sum(int(item.loss_mask.sum()) for item in items)
         return {
             "loss": measured.loss,

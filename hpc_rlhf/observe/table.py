@@ -32,10 +32,29 @@ _COLUMNS = (
     *((f"time/{phase}", phase.value, "{:.2f}") for phase in Phase if phase is not Phase.SETUP),
 )
 _LEARNING_COLUMNS = 4  # the first ones; the others are speed
+
+# of the offline stages, where a record has them
+_OFFLINE_COLUMNS = (
+    ("loss", "loss", "{:.4f}"),
+    ("eval/loss", "held-out loss", "{:.4f}"),
+    ("pair/accuracy", "accuracy", "{:.3f}"),
+    ("eval/pair/accuracy", "held-out accuracy", "{:.3f}"),
+    ("pair/margin", "margin", "{:.3f}"),
+    ("eval/pair/margin", "held-out margin", "{:.3f}"),
+    ("score/std", "score std", "{:.3f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("grad_norm", "gradient", "{:.3g}"),
+    ("lr", "LR", "{:.2e}"),
+    ("train/tokens_per_second", "tok/s", "{:.0f}"),
+    ("time/step", "s", "{:.2f}"),
+)
+_OFFLINE_LEARNING_COLUMNS = 8
+_SCALE_NOTE = "only differences between answers to one prompt mean something; the scale does not"
 _COUNTS = (
     ("reward/excluded", "samples excluded (verifier failed)"),
     ("rollout/reissued", "samples reissued"),
     ("rollout/deaths", "sampler deaths"),
+    ("train/skipped", "steps skipped (loss or gradient not finite)"),
 )
 
 
@@ -94,8 +113,15 @@ def _order(record: Mapping[str, Any]) -> tuple[int, int]:
 
 def line(record: Mapping[str, Any]) -> str:
     """One step as plain text: ``step 12  reward 0.512  KL 0.0123 ...``."""
-    cells = [f"{heading} {_cell(record, name, form)}" for name, heading, form in _COLUMNS]
+    cells = [f"{heading} {_cell(record, name, form)}" for name, heading, form in _columns([record])]
     return f"step {record['step']:>4}  " + "  ".join(cells)
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str, str]]:
+    """Those of the stage that the records are of."""
+    if not any("epoch" in record for record in records):
+        return _COLUMNS
+    return [column for column in _OFFLINE_COLUMNS if any(column[0] in r for r in records)]
 
 
 def summary(run: RunDir) -> Table | Text:
@@ -106,8 +132,14 @@ def summary(run: RunDir) -> Table | Text:
     table = Table(title=f"run {run.path.name}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    first, last = records[:_ENDS], records[-_ENDS:]
-    for name, heading, form in _COLUMNS[:_LEARNING_COLUMNS]:
+    learning = {c[0] for c in _COLUMNS[:_LEARNING_COLUMNS]}
+    learning |= {c[0] for c in _OFFLINE_COLUMNS[:_OFFLINE_LEARNING_COLUMNS]}
+    for name, heading, form in _columns(records):
+        if name not in learning:
+            continue
+        having = [record for record in records if record.get(name) is not None]
+        ends = 1 if name.startswith("eval/") else _ENDS
+        first, last = having[:ends], having[-ends:]
         a, b = _mean(first, name), _mean(last, name)
         if a is not None and b is not None:
             text = f"{form.format(a)} -> {form.format(b)}"
@@ -133,11 +165,14 @@ def summary(run: RunDir) -> Table | Text:
         tokens = _total(records, "rollout/tokens")
         table.add_row("sampled", f"{tokens:.0f} tokens, {tokens / sampling:.0f} tokens/s")
     idle = _mean(records, "trainer/idle_fraction")
-    if idle is not None:
+    if idle is not None and sampling:
         table.add_row("trainer idle", f"{idle:.0%}")
     table.add_row("attempts", str(len(run.attempt_numbers())))
-    if (run.path / "policy").is_dir():
-        table.add_row("policy", str(run.path / "policy"))
+    if any("score/std" in record for record in records):
+        table.add_row("scores", _SCALE_NOTE)
+    for result in ("policy", "reward_model"):
+        if (run.path / result).is_dir():
+            table.add_row(result.replace("_", " "), str(run.path / result))
     table.add_row("metrics", f"{run.metrics / METRICS_FILE}\ntensorboard --logdir {run.metrics}")
     return table
 
@@ -145,10 +180,11 @@ def summary(run: RunDir) -> Table | Text:
 def _table(records: Sequence[Mapping[str, Any]]) -> Table:
     table = Table()
     table.add_column("step", justify="right")
-    for _, heading, _ in _COLUMNS:
+    columns = _columns(records)
+    for _, heading, _ in columns:
         table.add_column(heading, justify="right")
     for record in records:
-        cells = [_cell(record, name, form) for name, _, form in _COLUMNS]
+        cells = [_cell(record, name, form) for name, _, form in columns]
         table.add_row(str(record["step"]), *cells)
     return table
 

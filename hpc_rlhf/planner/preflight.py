@@ -6,9 +6,7 @@ expected, and what to do. Nothing here imports torch.
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 from rich.console import Console
 
 from hpc_rlhf.config import (
@@ -20,18 +18,17 @@ from hpc_rlhf.config import (
     PromptFormat,
     Proximal,
     RewardName,
+    Stage,
 )
 from hpc_rlhf.data.chat import check_chat_template, check_special_tokens, load_tokenizer
-from hpc_rlhf.data.demonstrations import load_demonstrations
 from hpc_rlhf.data.prompts import DROP, ERROR, PromptDataset
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch.job_plan import plan_job
 from hpc_rlhf.models.hf_layout import HfModelSpec
+from hpc_rlhf.planner import offline
+from hpc_rlhf.runs import open_examples
 from hpc_rlhf.scoring.rules import make_rule
 from hpc_rlhf.scoring.verifiers import check_reward
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # The attention kernel of vLLM's CPU engine is built for these.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -45,11 +42,14 @@ def check_settings(config: Config) -> None:
         UserError: the first setting that cannot work.
     """
     _check_numbers(config)
-    _check_data(config.data)
+    _check_data(config.data, config.stage)
     _check_layout(config)
+    plan_job(config, Path(config.run.root) / config.run.name)
+    if config.stage.is_offline:
+        offline.check_settings(config)
+        return
     _check_algorithm(config)
     _check_engine(config)
-    plan_job(config, Path(config.run.root) / config.run.name)
     if config.reward.name is RewardName.EXACT and config.data.answer_field is None:
         raise UserError(
             "data.answer_field=null: reward.name=exact compares with answers; name their field"
@@ -73,6 +73,10 @@ def check(config: Config) -> None:
             f"model.path={directory}: no such directory; expected a Hugging Face model directory"
         )
     spec = _check_model(config, directory)
+    if config.stage.is_offline:
+        offline.check_files(config, directory, spec)
+        return
+    _check_sampled_model(config, spec)
     tokenizer = load_tokenizer(directory)
     check_special_tokens(tokenizer, directory)
     if config.data.chat_template or config.data.format is PromptFormat.MESSAGES:
@@ -98,7 +102,8 @@ def check(config: Config) -> None:
             f"model's vocabulary has {spec.vocab_size} ({spec.source}); is it another model's?"
         )
     if config.warmup.steps:
-        _check_demonstrations(config, tokenizer)
+        assert config.warmup.demonstrations is not None
+        open_examples(config, config.warmup.demonstrations, tokenizer)
 
 
 def _check_numbers(config: Config) -> None:
@@ -133,6 +138,10 @@ def _check_numbers(config: Config) -> None:
         "sync.attempts": config.sync.attempts,
         "checkpoint.every_steps": config.checkpoint.every_steps,
         "warmup.batch_size": config.warmup.batch_size,
+        "offline.batch_size": config.offline.batch_size,
+        "offline.eval_every_steps": config.offline.eval_every_steps,
+        "offline.eval_examples": config.offline.eval_examples,
+        "dpo.beta": config.dpo.beta,
     }
     for name, value in positive.items():
         if not value > 0:
@@ -159,6 +168,9 @@ def _check_numbers(config: Config) -> None:
         "sampler.max_restarts": config.sampler.max_restarts,
         "checkpoint.keep": config.checkpoint.keep,  # 0: all of them
         "warmup.steps": config.warmup.steps,
+        "offline.max_skipped_steps": config.offline.max_skipped_steps,
+        "reward_model.centering": config.reward_model.centering,
+        "dpo.label_smoothing": config.dpo.label_smoothing,
     }
     for name, number in not_negative.items():
         if not number >= 0:
@@ -181,7 +193,7 @@ def _check_numbers(config: Config) -> None:
         raise UserError(f"warmup.lr={config.warmup.lr}: must be greater than 0")
 
 
-def _check_data(data: DataConfig) -> None:
+def _check_data(data: DataConfig, stage: Stage) -> None:
     for name in ("long_prompts", "bad_lines"):
         value = getattr(data, name)
         if value not in (ERROR, DROP):
@@ -199,7 +211,8 @@ def _check_data(data: DataConfig) -> None:
                 "what is the answer"
             )
     templated = data.chat_template or data.format is PromptFormat.MESSAGES
-    if data.system is not None and not templated:
+    # offline, a record that holds messages goes through the template by itself
+    if data.system is not None and not templated and not stage.is_offline:
         raise UserError("data.system: a system message needs data.chat_template=true")
     if data.add_bos and templated:
         raise UserError("data.add_bos=true: the chat template puts its own BOS in front")
@@ -226,7 +239,7 @@ def _check_layout(config: Config) -> None:
             f"learner.micro_batch_tokens={config.learner.micro_batch_tokens}: a sequence of "
             f"model.max_sequence_tokens={room} must fit into a micro-batch"
         )
-    if config.sampling.max_new_tokens >= room:
+    if not config.stage.is_offline and config.sampling.max_new_tokens >= room:
         raise UserError(
             f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.max_sequence_tokens={room}"
@@ -319,6 +332,11 @@ def _check_model(config: Config, directory: Path) -> HfModelSpec:
             f"model.max_sequence_tokens={config.model.max_sequence_tokens}: the model's context is "
             f"{spec.max_positions} tokens ({spec.source})"
         )
+    return spec
+
+
+def _check_sampled_model(config: Config, spec: HfModelSpec) -> None:
+    """What the samplers and the loss against a reference ask of the model."""
     if spec.num_heads % config.sampler.tensor_parallel:
         raise UserError(
             f"sampler.tensor_parallel={config.sampler.tensor_parallel}: the model has "
@@ -350,16 +368,3 @@ def _check_model(config: Config, directory: Path) -> HfModelSpec:
                 f"model.reference={config.model.reference}: a vocabulary of {reference.vocab_size}, "
                 f"but the policy's has {spec.vocab_size}; KL needs the same tokens"
             )
-    return spec
-
-
-def _check_demonstrations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
-    assert config.warmup.demonstrations is not None
-    path = Path(config.warmup.demonstrations)
-    lengths = [len(d.token_ids) for d in load_demonstrations(path, config.data, tokenizer)]
-    longest = int(np.argmax(lengths))
-    if lengths[longest] > config.model.max_sequence_tokens:
-        raise UserError(
-            f"{path}:{longest + 1}: the demonstration has {lengths[longest]} tokens, more than "
-            f"model.max_sequence_tokens={config.model.max_sequence_tokens}"
-        )

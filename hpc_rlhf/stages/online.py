@@ -1,42 +1,25 @@
 """The online stage: what a learner rank does."""
 
 import logging
-from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
 from transformers import PreTrainedTokenizerBase
 
 from hpc_rlhf.checkpoint import frozen
 from hpc_rlhf.checkpoint.manager import CheckpointManager
-from hpc_rlhf.cluster import device
-from hpc_rlhf.cluster.control import ControlGroup
-from hpc_rlhf.cluster.rendezvous import join_learner_world
 from hpc_rlhf.cluster.signals import DEFAULT_SIGNALS, StopFlag
-from hpc_rlhf.cluster.stopping import SavePoints
-from hpc_rlhf.cluster.walltime import Deadline, WalltimeGuard
 from hpc_rlhf.cluster.world import World
-from hpc_rlhf.config import Config, ModelConfig, Recompute
+from hpc_rlhf.config import Config, Recompute
 from hpc_rlhf.data.chat import eos_token_ids, load_tokenizer
 from hpc_rlhf.data.prompts import PromptDataset
 from hpc_rlhf.errors import ExitCode
-from hpc_rlhf.fs import read_json
-from hpc_rlhf.launch.diagnosis import announce_stop
 from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.learner.algorithms import make_algorithm
 from hpc_rlhf.learner.kl_control import KlController
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.loop import train
-from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import (
-    PolicyModel,
-    build_model,
-    freeze,
-    initialize_model_parallel,
-    load_hf,
-)
-from hpc_rlhf.observe.metrics import MetricsWriter, read_metrics
+from hpc_rlhf.models.megatron import freeze
+from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.observe.timeline import Timeline
 from hpc_rlhf.online_run import Coordinator, OnlineRun
 from hpc_rlhf.rollout.sampler import SamplerPool
@@ -44,6 +27,7 @@ from hpc_rlhf.run_dir import Attempt, RunDir
 from hpc_rlhf.runs import pin_identity
 from hpc_rlhf.scoring.verifiers import make_verifier
 from hpc_rlhf.stages.warmup import warm_up
+from hpc_rlhf.stages.world import LearnerWorld, join, load_model, save_points, walltime_guard
 from hpc_rlhf.sync.collective import CollectiveTransport
 from hpc_rlhf.types import FrozenRef, Phase
 
@@ -57,12 +41,7 @@ def run_learner(
     flag = StopFlag()
     with flag.installed((*DEFAULT_SIGNALS, config.cluster.signal)):
         with timeline.phase(0, Phase.SETUP):
-            address = world.address(config.cluster.network_interface)
-            device.prepare_process(world.local_rank, address=address)
-            store = join_learner_world(
-                attempt, world, address=address, timeout_s=config.sampler.start_timeout_s
-            )
-            run = _build(config, plan, attempt, world, store, address, flag)
+            run = _build(config, plan, attempt, join(config, attempt, world), flag)
         try:
             return train(run, timeline)
         finally:
@@ -70,37 +49,20 @@ def run_learner(
 
 
 def _build(
-    config: Config,
-    plan: JobPlan,
-    attempt: Attempt,
-    world: World,
-    store: TCPStore,
-    address: str,
-    flag: StopFlag,
+    config: Config, plan: JobPlan, attempt: Attempt, world: LearnerWorld, flag: StopFlag
 ) -> OnlineRun:
-    """Groups, model, optimizer, data and clients, with the newest checkpoint loaded."""
-    learner, run = config.learner, plan.run
-    dist.init_process_group(
-        device.backend(),
-        store=PrefixStore("world", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=learner.collective_timeout_s),
-    )
-    initialize_model_parallel(
-        learner.parallel, seed=config.run.seed, timeout_s=learner.collective_timeout_s
-    )
-    control = ControlGroup(learner.collective_timeout_s)
+    """Model, optimizer, data and clients, with the newest checkpoint loaded."""
+    learner, run, control = config.learner, plan.run, world.control
     tokenizer = load_tokenizer(Path(config.model.path)) if world.rank == 0 else None
     source = warm_up(config, run, control, tokenizer)
 
-    model = _load_model(config.model, learner.recompute, config, source)
+    model = load_model(config, source, learner.recompute)
     algorithm = make_algorithm(config.algorithm, max_new_tokens=config.sampling.max_new_tokens)
     reference = None
     frozen_models: list[FrozenRef] = []
     if algorithm.needs_reference:
         path = Path(config.model.reference or source)
-        reference = freeze(_load_model(config.model, Recompute.NONE, config, path))
+        reference = freeze(load_model(config, path, Recompute.NONE))
         if world.rank == 0:
             frozen_models.append(frozen.digest_model("reference", path))
     trainer = Trainer(
@@ -128,17 +90,14 @@ def _build(
         transport=CollectiveTransport(
             config.sync,
             control,
-            store,
-            address,
+            world.store,
+            world.address,
             coordinator.pool if coordinator else None,
         ),
         checkpoints=CheckpointManager(run, config.checkpoint.keep, attempt=attempt.number),
         control=control,
-        save_points=SavePoints(
-            flag,
-            control,
-            coordinator.walltime if coordinator else None,
-            lambda reason: announce_stop(attempt, reason),
+        save_points=save_points(
+            attempt, flag, control, coordinator.walltime if coordinator else None
         ),
         source=Path(config.model.path),
         coordinator=coordinator,
@@ -147,19 +106,6 @@ def _build(
     if coordinator is not None:
         coordinator.pool.wait_until_ready()
     return online
-
-
-def _load_model(
-    model: ModelConfig, recompute: Recompute, config: Config, directory: Path
-) -> PolicyModel:
-    loaded = build_model(
-        HfModelSpec.from_directory(directory),
-        config.learner.parallel,
-        dtype=device.resolve_dtype(model.dtype),
-        recompute=recompute,
-    )
-    load_hf(loaded, directory)
-    return loaded
 
 
 def _coordinate(
@@ -174,6 +120,7 @@ def _coordinate(
     dataset = PromptDataset.load(
         config.data, tokenizer, max_sequence_tokens=config.model.max_sequence_tokens
     )
+    assert config.data.prompts is not None
     pin_identity(run, frozen_models, {config.data.prompts: dataset.sha256})
     pool = SamplerPool(
         attempt,
@@ -189,5 +136,5 @@ def _coordinate(
         pool=pool,
         verifiers=make_verifier(config.reward, tokenizer),
         metrics=MetricsWriter(run),
-        walltime=WalltimeGuard(Deadline(read_json(attempt.started)["end_time"]), read_metrics(run)),
+        walltime=walltime_guard(run, attempt),
     )

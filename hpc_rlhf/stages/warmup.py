@@ -6,15 +6,17 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.config import Config
-from hpc_rlhf.data.demonstrations import Demonstration, batches, load_demonstrations
+from hpc_rlhf.data.order import examples_of_step
+from hpc_rlhf.data.tokens import TokenDataset
 from hpc_rlhf.errors import UserError
+from hpc_rlhf.learner.objectives import Supervised
 from hpc_rlhf.learner.trainer import Trainer
-from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import build_model, export_hf, load_hf
+from hpc_rlhf.models.megatron import export_hf
 from hpc_rlhf.run_dir import RunDir
+from hpc_rlhf.runs import open_examples
+from hpc_rlhf.stages.world import load_model
 
 logger = logging.getLogger(__name__)
 
@@ -41,27 +43,22 @@ def warm_up(
     if control.broadcast(run.warmup.is_dir()):
         return run.warmup
     if warmup.demonstrations is None:
-        raise UserError("warmup.demonstrations: warmup.steps needs a JSONL file of demonstrations")
-
-    demonstrations: list[Demonstration] = []
+        raise UserError("warmup.demonstrations: warmup.steps needs a file of demonstrations")
+    path = Path()
     if tokenizer is not None:
-        demonstrations = load_demonstrations(Path(warmup.demonstrations), config.data, tokenizer)
-    demonstrations = control.broadcast(demonstrations)
-    model = build_model(
-        HfModelSpec.from_directory(source),
-        config.learner.parallel,
-        dtype=device.resolve_dtype(config.model.dtype),
-        recompute=config.learner.recompute,
-    )
-    load_hf(model, source)
+        path = open_examples(config, warmup.demonstrations, tokenizer).path
+    demonstrations = TokenDataset.open(control.broadcast(path))
+    model = load_model(config, source, config.learner.recompute)
     learner = replace(
         config.learner, optimizer=replace(config.learner.optimizer, lr=warmup.lr, warmup_steps=0)
     )
     trainer = Trainer(model, learner, total_steps=warmup.steps)
-    order = batches(demonstrations, warmup.batch_size, seed=config.run.seed)
+    objective = Supervised()
     for step in range(1, warmup.steps + 1):
-        batch = next(order)
-        stats = trainer.sft_step([(d.token_ids, d.loss_mask) for d in batch])
+        indices = examples_of_step(
+            len(demonstrations), warmup.batch_size, step, seed=config.run.seed
+        )
+        stats = trainer.fit(objective, demonstrations.examples(indices))
         if step % _LOG_EVERY == 0 or step == warmup.steps:
             logger.info("warm-up step %d of %d: loss %.4f", step, warmup.steps, stats["loss"])
     trainer.close()

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.distributed import finalize_model_grads
 from transformers import AutoModelForCausalLM
 
 from hpc_rlhf.config import LearnerConfig, LossMean, OptimizerConfig, ParallelConfig, Recompute
@@ -158,6 +160,15 @@ def make_trainer(
         temperature=TEMPERATURE,
         max_new_tokens=MAX_NEW_TOKENS,
     )
+
+
+def keep_whole_gradients(trainer: Trainer) -> None:
+    """Reduce gradients to every data-parallel rank instead of scattering them."""
+
+    def finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
+        finalize_model_grads(model, None, **(groups | {"force_all_reduce": True}))
+
+    trainer.model.config.finalize_model_grads_func = finalize
 
 
 def whole_tensors(

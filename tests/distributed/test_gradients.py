@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import finalize_model_grads
 
 from hpc_rlhf.config import (
     AlgorithmConfig,
@@ -25,7 +24,6 @@ from hpc_rlhf.config import (
     Recompute,
 )
 from hpc_rlhf.learner.algorithms import make_algorithm
-from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.types import Experience
 from tests.distributed.learner_fixtures import (
     CLIP,
@@ -34,6 +32,7 @@ from tests.distributed.learner_fixtures import (
     hf_log_probs,
     hf_loss,
     hf_model,
+    keep_whole_gradients,
     make_trainer,
     rollouts,
     whole_tensors,
@@ -109,15 +108,6 @@ def reference(tiny_models: dict[str, Path]) -> Reference:
     )
 
 
-def _keep_whole_gradients(trainer: Trainer) -> None:
-    """Reduce gradients to every data-parallel rank instead of scattering them."""
-
-    def finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
-        finalize_model_grads(model, None, **(groups | {"force_all_reduce": True}))
-
-    trainer.model.config.finalize_model_grads_func = finalize
-
-
 def _relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Largest over tensors of |found - expected| / |expected| (L2)."""
     return max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in found)
@@ -168,7 +158,7 @@ def _measure(
     reference: Reference, parallel: ParallelConfig
 ) -> Iterator[tuple[str, dict[str, float], float]]:
     trainer = make_trainer(reference.directory, parallel, optimizer=NO_STEP)
-    _keep_whole_gradients(trainer)
+    keep_whole_gradients(trainer)
     cases = [("sequence", size) for size in MICRO_BATCH_TOKENS]
     cases += [("token", 48), ("constant", 48), ("gspo", 48), ("corrected", 48)]
     for case, micro_batch_tokens in cases:
@@ -183,7 +173,7 @@ def test_recomputation_does_not_change_the_gradient(reference: Reference) -> Non
         trainer = make_trainer(
             reference.directory, ParallelConfig(tensor=2), optimizer=NO_STEP, recompute=recompute
         )
-        _keep_whole_gradients(trainer)
+        keep_whole_gradients(trainer)
         trainer.update(make_algorithm(CASES["token"][0]), reference.experience)
         gradients = whole_tensors(trainer.model, lambda p: p.main_grad)
         return _relative_error(gradients, reference.gradients["token"])

@@ -10,7 +10,8 @@ from hpc_rlhf.errors import UserError
 from hpc_rlhf.planner.preflight import check_settings
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-PATHS = ["run.name=a", "model.path=/model", "data.prompts=/prompts.jsonl"]
+PATHS = ["run.name=a", "model.path=/model", "data.prompts=/prompts.jsonl", "data.train=/t.jsonl"]
+EXPERIMENTS = sorted(path.stem for path in CONFIGS.glob("experiment/*.yaml"))
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml"))
 
 
@@ -20,10 +21,10 @@ def test_every_option_composes(option: str) -> None:
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm", "slurm_steps"])
-@pytest.mark.parametrize("experiment", ["quickstart", "gsm8k"])
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_passes_the_checks_on_every_cluster(experiment: str, cluster: str) -> None:
     overrides = [f"experiment={experiment}", f"cluster={cluster}"]
-    paths = PATHS[1:] if experiment == "gsm8k" else []
+    paths = [] if experiment == "quickstart" else PATHS[1:]
     check_settings(compose.compose([*overrides, *paths]))
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(directory, max_positions=512)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 4]}')
     return directory
 
 

@@ -11,8 +11,10 @@ from hpc_rlhf.learner.packing import (
     PackItem,
     assign,
     completion_item,
+    joined_item,
     masked_item,
     pack,
+    scored_item,
 )
 
 
@@ -133,3 +135,66 @@ def test_a_sequence_longer_than_a_micro_batch_is_the_users_mistake() -> None:
         UserError, match=r"micro_batch_tokens=10 .* longer than 8 .* sequence 1 has 9"
     ):
         pack(_items([5, 9]), max_tokens=10, pad_multiple=4)
+
+
+def _pair(first: int, second: int, **fields: float) -> PackItem:
+    ids = np.arange(first + second)
+    parts = [scored_item(ids[:first]), scored_item(ids[first:])]
+    return joined_item(parts, **fields)
+
+
+def test_a_pair_shares_a_micro_batch_whatever_the_split() -> None:
+    """Two segments each, with positions of their own, their numbers on the last position."""
+    items = [_pair(2, 3, weight=0.5), _pair(4, 1, weight=0.25), _pair(1, 1, weight=1.0)]
+    for dp_size, max_tokens in ((1, 100), (1, 8), (2, 8), (3, 8)):
+        batches = [
+            batch
+            for rank in pack(items, max_tokens=max_tokens, dp_size=dp_size, pad_multiple=4)
+            for batch in rank
+        ]
+        found = sorted(i for b in batches for i in b.sequence_index.tolist() if i != PADDING)
+        assert found == [0, 0, 1, 1, 2, 2]
+        for batch in batches:
+            assert len(batch.tokens) % 4 == 0
+            segments = batch.segments_of(batch.tokens.numpy())
+            assert batch.num_sequences == len(segments)
+            for (i, chosen), (j, rejected) in zip(segments[::2], segments[1::2], strict=True):
+                assert i == j
+                assert (len(chosen), len(rejected)) == items[i].segments
+            ends = batch.last_positions
+            assert batch.position_ids[ends].tolist() == [len(part) - 1 for _, part in segments]
+            assert batch.loss_mask.nonzero()[:, 0].tolist() == ends.tolist()
+            weights = batch.fields["weight"]
+            expected = [w for i, _ in segments[::2] for w in (0.0, _WEIGHTS[i])]
+            assert weights[ends].tolist() == expected
+            assert weights.sum() == sum(expected)
+
+
+_WEIGHTS = (0.5, 0.25, 1.0)
+
+
+def test_sums_of_sequences_with_their_gradient() -> None:
+    ((batch,),) = pack([_pair(2, 3), _pair(1, 1)], max_tokens=8, pad_multiple=8)
+    values = torch.arange(8.0, requires_grad=True)
+    sums = batch.sequence_sums(values)
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == [0 + 1, 2 + 3 + 4, 5, 6]
+    (sums * torch.tensor([1.0, 10.0, 100.0, 1000.0])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [1, 1, 10, 10, 10, 100, 1000, 0]
+
+
+def test_sums_of_an_empty_micro_batch_keep_the_graph() -> None:
+    """The rank without a pair takes part in the backward pass."""
+    empty = pack([_pair(2, 2)], max_tokens=8, dp_size=2, pad_multiple=4)[1][0]
+    values = torch.zeros(4, requires_grad=True)
+    sums = empty.sequence_sums(values)
+    assert len(sums) == 0
+    sums.sum().backward()
+    assert values.grad is not None
+
+
+def test_a_scored_item_reads_its_last_token() -> None:
+    item = scored_item(np.array([5, 6, 7]))
+    assert item.tokens.tolist() == [5, 6, 7]
+    assert item.loss_mask.tolist() == [False, False, True]

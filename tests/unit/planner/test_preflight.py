@@ -281,9 +281,9 @@ def test_demonstrations(good: Config, tmp_path: Path) -> None:
     config = _changed(good, {"warmup.demonstrations": str(path)})
     assert f"{path}: no such file" in _refused(preflight.check, config)
     path.write_text('{"prompt": "3+5=", "completion": "8"}\n{"prompt": "3+5="}\n')
-    assert f"{path}:2: 'completion'" in _refused(preflight.check, config)
+    assert f"{path}:2: no key 'completion'" in _refused(preflight.check, config)
     path.write_text('{"prompt": "3+5=", "completion": "' + "8" * 40 + '"}\n')
-    assert f"{path}:1: the demonstration has 45 tokens" in _refused(preflight.check, config)
+    assert f"{path}:1: 45 tokens, more than model.max" in _refused(preflight.check, config)
 
 
 def test_the_reference(good: Config, tmp_path: Path) -> None:

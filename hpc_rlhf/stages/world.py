@@ -1,0 +1,84 @@
+"""What every learner rank does first, whatever its stage: it joins the others and loads models."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from hpc_rlhf.cluster import device
+from hpc_rlhf.cluster.control import ControlGroup
+from hpc_rlhf.cluster.rendezvous import join_learner_world
+from hpc_rlhf.cluster.signals import StopFlag
+from hpc_rlhf.cluster.stopping import SavePoints
+from hpc_rlhf.cluster.walltime import Deadline, WalltimeGuard
+from hpc_rlhf.cluster.world import World
+from hpc_rlhf.config import Config, Recompute
+from hpc_rlhf.fs import read_json
+from hpc_rlhf.launch.diagnosis import announce_stop
+from hpc_rlhf.models.hf_layout import HfModelSpec
+from hpc_rlhf.models.megatron import PolicyModel, build_model, initialize_model_parallel, load_hf
+from hpc_rlhf.observe.metrics import read_metrics
+from hpc_rlhf.run_dir import Attempt, RunDir
+
+
+@dataclass(frozen=True)
+class LearnerWorld:
+    """This rank's connections to the others."""
+
+    rank: int
+    address: str
+    store: TCPStore
+    control: ControlGroup
+
+
+def join(config: Config, attempt: Attempt, world: World) -> LearnerWorld:
+    """Prepare the process, meet the other ranks, and make Megatron's groups. Collective."""
+    learner = config.learner
+    address = world.address(config.cluster.network_interface)
+    device.prepare_process(world.local_rank, address=address)
+    store = join_learner_world(
+        attempt, world, address=address, timeout_s=config.sampler.start_timeout_s
+    )
+    dist.init_process_group(
+        device.backend(),
+        store=PrefixStore("world", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=learner.collective_timeout_s),
+    )
+    initialize_model_parallel(
+        learner.parallel, seed=config.run.seed, timeout_s=learner.collective_timeout_s
+    )
+    control = ControlGroup(learner.collective_timeout_s)
+    return LearnerWorld(world.rank, address, store, control)
+
+
+def load_model(
+    config: Config, directory: Path, recompute: Recompute, *, score: bool = False
+) -> PolicyModel:
+    """The model of a Hugging Face directory, with the language-model head or with a score head.
+
+    A score head that the directory does not have is drawn from the run's seed.
+    """
+    spec = HfModelSpec.from_directory(directory)
+    model = build_model(
+        spec.with_heads(lm=not score, score=score),
+        config.learner.parallel,
+        dtype=device.resolve_dtype(config.model.dtype),
+        recompute=recompute,
+    )
+    load_hf(model, directory, head_seed=config.run.seed if score else None)
+    return model
+
+
+def walltime_guard(run: RunDir, attempt: Attempt) -> WalltimeGuard:
+    """The coordinator's: it knows how long the phases of earlier attempts took."""
+    return WalltimeGuard(Deadline(read_json(attempt.started)["end_time"]), read_metrics(run))
+
+
+def save_points(
+    attempt: Attempt, flag: StopFlag, control: ControlGroup, guard: WalltimeGuard | None
+) -> SavePoints:
+    return SavePoints(flag, control, guard, lambda reason: announce_stop(attempt, reason))
