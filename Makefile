@@ -13,7 +13,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: help setup slurm quickstart test check format lock soak clean
+.PHONY: help setup slurm quickstart test gpu check format lock soak clean
 
 help: ## Say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 14
@@ -43,8 +43,14 @@ slurm: ## Install Slurm, munge and MariaDB for the sandbox (apt, as root)
 quickstart: setup ## The main job on this machine: warm-up, then GRPO, on real parts
 	$(BIN)/hpc-rlhf run experiment=quickstart
 
-test: setup slurm ## All tests; none may be skipped but those that need a GPU
-	$(BIN)/python -m pytest --forbid-skips $(PYTEST_ARGS)
+test: setup slurm ## All tests but those of GPUs, none of which may be skipped
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --forbid-skips $(PYTEST_ARGS)
+
+gpu: ## Tests and measurements on one GPU, in the environment that PYTHON is of
+	$(PYTHON) -m pytest -s -m gpu tests/gpu $(PYTEST_ARGS)
+	$(PYTHON) -m tools.bench_learner --lengths equal
+	$(PYTHON) -m tools.bench_learner --lengths ragged --all
+	$(PYTHON) -m tools.bench_checkpoint --gpu --dtype bf16 --hidden 2048 --layers 16
 
 check: setup ## Lint, formatting and types
 	$(BIN)/ruff check .
@@ -56,7 +62,8 @@ format: setup ## Format, and mend what the linter can
 	$(BIN)/ruff check --fix .
 
 soak: setup slurm ## The long tests (hours)
-	$(BIN)/python -m pytest --forbid-skips -m soak $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --forbid-skips -m soak $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m gpu --gpu-tests-on-cpu tests/gpu
 
 lock: ## Pin what is in .venv now
 	$(BIN)/python tools/lock.py

@@ -162,7 +162,8 @@ class RunConfig:
     seed: int = 0
     steps: int = 100  # optimizer phases (one batch of rollouts each)
     prompts_per_step: int = 8
-    deterministic: bool = False  # resume as if uninterrupted: unfinished samples from their seeds
+    # resume as if uninterrupted: unfinished samples from their seeds, kernels that repeat bit by bit
+    deterministic: bool = False
     max_attempts_without_progress: int = 5  # then a run that is requeued fails
 
 

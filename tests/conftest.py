@@ -24,7 +24,7 @@ pytest_plugins = ["tests.tiny_models"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_TIMEOUT_S = 240
 # What holds an expensive fixture runs together, and what is cheap runs first.
-ORDER = ("distributed", "engine", "slurm", "slow", "soak")
+ORDER = ("distributed", "engine", "slurm", "slow", "soak", "gpu")
 
 
 # ------------------------------------------------------------------------------ selection and order
@@ -32,11 +32,19 @@ ORDER = ("distributed", "engine", "slurm", "slow", "soak")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid-skips", action="store_true", help="fail when a test is skipped")
+    parser.addoption(
+        "--gpu-tests-on-cpu",
+        action="store_true",
+        help="run the GPU tests without a GPU, but for those of CUDA's own kernels and streams",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what needs a GPU where there is none; order the rest."""
-    need_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    markers = {item: item.get_closest_marker("gpu") for item in items}
+    need_gpu = [item for item, marker in markers.items() if marker]
+    if config.getoption("--gpu-tests-on-cpu"):
+        need_gpu = [item for item in need_gpu if markers[item].kwargs.get("cuda_only")]
     if need_gpu and not _has_gpu():
         config.hook.pytest_deselected(items=need_gpu)
         items[:] = [item for item in items if item not in need_gpu]

@@ -4,8 +4,8 @@ Run from the repository's root::
 
     python -m tools.bench_checkpoint --directory /scratch/somewhere
 
-A randomly initialised model of ``--layers`` and ``--hidden`` on gloo ranks of this machine learns two
-batches, so that the optimizer has its moments, and is saved in turns: synchronously, and with a
+A randomly initialised model of ``--layers`` and ``--hidden`` on gloo ranks of this machine, or with
+``--gpu`` on one rank on its GPU, learns two batches, so that the optimizer has its moments, and is saved in turns: synchronously, and with a
 wait that comes after the learner would have gone on. Medians of ``--repeats``, after a first save
 of each kind that is not counted (memory is touched for the first time then).
 
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from safetensors import safe_open
 
 from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.checkpoint.save_point import SavePoint
+from hpc_rlhf.cluster import device
 from hpc_rlhf.config import AlgorithmConfig, ParallelConfig
 from hpc_rlhf.data.tiny import make_tiny_model
 from hpc_rlhf.learner.algorithms import make_algorithm
@@ -68,13 +70,16 @@ def _rows(options: argparse.Namespace, directory: Path) -> list[str]:
     )
     parameters = _count(model)
     parallel = ParallelConfig(tensor=options.tensor, pipeline=options.pipeline)
-    world = options.tensor * options.pipeline * options.data
     run = RunDir(directory / "run")
-    measured = run_ranks(
-        lambda: _measure(model, run, parallel, _DTYPES[options.dtype], options.repeats),
-        world,
-        timeout_s=900,
-    )[0]
+
+    def measure() -> Measured:
+        return _measure(model, run, parallel, _DTYPES[options.dtype], options.repeats)
+
+    if options.gpu:
+        measured = _on_gpu(measure, directory / "store")
+    else:
+        world = options.tensor * options.pipeline * options.data
+        measured = run_ranks(measure, world, timeout_s=900)[0]
     newest = max(run.checkpoints.iterdir(), key=lambda path: path.stat().st_mtime)
     size = sum(file.stat().st_size for file in newest.iterdir())
     minimum = parameters * (16 if options.dtype == "fp32" else 14)
@@ -89,10 +94,13 @@ def _rows(options: argparse.Namespace, directory: Path) -> list[str]:
         )
     )
     rate = size / sync
+    layout = f"TP={options.tensor} PP={options.pipeline} DP={options.data}"
+    if options.gpu:
+        layout = "one GPU"
     return [
         (
-            f"{parameters / 1e6:.1f} M parameters, {options.dtype}, TP={options.tensor} "
-            f"PP={options.pipeline} DP={options.data}, medians of {options.repeats}"
+            f"{parameters / 1e6:.1f} M parameters, {options.dtype}, {layout}, "
+            f"medians of {options.repeats}"
         ),
         "",
         "| | |",
@@ -113,6 +121,14 @@ def _rows(options: argparse.Namespace, directory: Path) -> list[str]:
             f"{rate * statistics.median(dd) / size:.0%} |"
         ),
     ]
+
+
+def _on_gpu(measure: Callable[[], Measured], store: Path) -> Measured:
+    device.prepare_process()
+    dist.init_process_group(device.backend(), init_method=f"file://{store}", rank=0, world_size=1)
+    measured = measure()
+    dist.destroy_process_group()
+    return measured
 
 
 def _measure(
@@ -146,7 +162,7 @@ def _measure(
 
 
 def _slowest(seconds: float) -> float:
-    value = torch.tensor(seconds, dtype=torch.float64)
+    value = torch.tensor(seconds, dtype=torch.float64, device=device.device())
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
 
@@ -179,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--pipeline", type=int, default=1)
     parser.add_argument("--data", type=int, default=2)
+    parser.add_argument("--gpu", action="store_true", help="one rank, on this machine's GPU")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32")
     parser.add_argument("--repeats", type=int, default=3)
     return parser

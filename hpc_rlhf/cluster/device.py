@@ -68,7 +68,11 @@ def attention_kernel(dtype: torch.dtype) -> AttentionKernel:
 
 
 def prepare_process(
-    local_rank: int = 0, *, address: str | None = None, threads: int | None = None
+    local_rank: int = 0,
+    *,
+    address: str | None = None,
+    threads: int | None = None,
+    deterministic: bool = False,
 ) -> None:
     """Make this process ready for torch.distributed and megatron-core; call it before both.
 
@@ -80,6 +84,8 @@ def prepare_process(
         address: this node's address, whose network interface NCCL and gloo are to use; default:
             their own choice.
         threads: intra-op CPU threads; default: ``OMP_NUM_THREADS``, else torch's choice.
+        deterministic: choose kernels that sum in a fixed order, so that a step repeated from the
+            same state on the same device gives the same bits.
 
     Raises:
         ComponentError: no network interface has ``address``.
@@ -94,6 +100,11 @@ def prepare_process(
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if threads is not None:
         torch.set_num_threads(threads)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
+        torch.use_deterministic_algorithms(True)
+        # On with it by default: writes all memory that is allocated, to find reads of it too early.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if has_cuda():
         _Process.cuda_index = local_rank % torch.cuda.device_count()
     else:

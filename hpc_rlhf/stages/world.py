@@ -37,7 +37,9 @@ def join(config: Config, attempt: Attempt, world: World) -> LearnerWorld:
     """Prepare the process, meet the other ranks, and make Megatron's groups. Collective."""
     learner = config.learner
     address = world.address(config.cluster.network_interface)
-    device.prepare_process(world.local_rank, address=address)
+    device.prepare_process(
+        world.local_rank, address=address, deterministic=config.run.deterministic
+    )
     store = join_learner_world(
         attempt, world, address=address, timeout_s=config.sampler.start_timeout_s
     )

@@ -4,7 +4,7 @@ Learner and samplers are different programs that start and die on their own, so 
 ``torch.distributed``'s default world. Both sides of a transfer use this module; it needs torch only.
 """
 
-import time
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGloo
 
-# Beyond our own deadline: NCCL's watchdog ends the whole process when it finds a collective late.
-_WATCHDOG_FACTOR = 10
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class TransferError(RuntimeError):
@@ -61,11 +60,12 @@ class TransferGroup:
             # A client of its own: a wait blocks every other user of the same client.
             self._tcp = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
             store = PrefixStore(name, self._tcp)
+            _meet(store, rank, size, timeout)
             self._backend: Any
             if device.type == "cpu":
                 self._backend = _gloo(store, rank, size, address, timeout)
             else:
-                self._backend = _nccl(store, rank, size, timeout * _WATCHDOG_FACTOR)
+                self._backend = _nccl(store, rank, size, timeout)
             # NCCL connects at the first collective: let it do so here, under this message.
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
         except (RuntimeError, ValueError) as error:  # torch.distributed's errors, TransferError
@@ -81,36 +81,30 @@ class TransferGroup:
         """
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        on_host = tensor.device.type == "cpu"
-        if on_host:  # gloo's own; for NCCL see _wait_on_device
-            options.timeout = timedelta(seconds=self._timeout_s)
+        options.timeout = timedelta(seconds=self._timeout_s)  # gloo's; NCCL has it of wait()
         work = None
         try:
             work = self._backend.broadcast([tensor], options)
-            if on_host:
+            if tensor.device.type == "cpu":
                 work.wait()
             else:
-                self._wait_on_device(work)
+                work.wait(options.timeout)  # the host waits, see _nccl
         except RuntimeError as error:
             raise TransferError(f"{self._name} rank {self.rank}/{self.size}: {error}") from error
         finally:
             del work  # it keeps gloo's connections open, and the exception keeps this frame
-
-    def _wait_on_device(self, work: Any) -> None:
-        # Work.wait() only makes the stream wait; the host must know, and within the time.
-        deadline = time.monotonic() + self._timeout_s
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                self._backend.abort()
-                raise TransferError(f"no answer within {self._timeout_s:g} s")
-            time.sleep(0.0005)
-        work.wait()
 
     def close(self) -> None:
         """Drop the connections. Peers that still wait fail at once (gloo) or in time (NCCL)."""
         if self.device.type != "cpu":
             self._backend.abort()
         del self._backend
+
+
+def _meet(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait for all members in the store, because NCCL waits for a missing one without a bound."""
+    store.set(f"member/{rank}", "here")
+    store.wait([f"member/{member}" for member in range(size)], timeout)
 
 
 def _gloo(store: PrefixStore, rank: int, size: int, address: str, timeout: timedelta) -> Any:
@@ -126,4 +120,13 @@ def _nccl(store: PrefixStore, rank: int, size: int, timeout: timedelta) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return ProcessGroupNCCL(store, rank, size, options)
+    # Read by the constructor. Errors and timeouts are then raised by wait(), and there is no watchdog
+    # thread, which would end the whole process, a learner or a sampler, when a peer dies.
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        return ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        del os.environ[_BLOCKING_WAIT]
+        if before is not None:
+            os.environ[_BLOCKING_WAIT] = before

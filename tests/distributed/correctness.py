@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoModelForCausalLM
 
+from hpc_rlhf.cluster import device
 from hpc_rlhf.config import ParallelConfig, Recompute
 from hpc_rlhf.models.hf_layout import HfModelSpec
 from hpc_rlhf.models.megatron import (
@@ -29,6 +30,7 @@ from hpc_rlhf.models.megatron import (
     load_hf,
 )
 
+CPU = torch.device("cpu")
 BOUND = 1e-5
 LENGTHS = (17, 1, 90, 33, 5, 64, 128, 3)  # uneven, and one without a next token
 MICRO_BATCHES = 2
@@ -89,16 +91,17 @@ class Difference:
     gradients_scale: float
 
 
-def reference(directory: Path) -> Reference:
-    """Run Hugging Face on random sequences."""
+def reference(directory: Path, where: torch.device = CPU) -> Reference:
+    """Run Hugging Face on random sequences; the result is on ``where``."""
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
-    )
+    ).to(where)
     generator = torch.Generator().manual_seed(0)
     # Not token 0, the pad token: Hugging Face gives its embedding no gradient, wherever it stands.
     assert model.config.pad_token_id == 0
     vocabulary = model.config.vocab_size
-    sequences = [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
+    drawn = [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
+    sequences = [sequence.to(where) for sequence in drawn]
     logits = [model(sequence[None]).logits[0] for sequence in sequences]
     losses = [
         torch.nn.functional.cross_entropy(one[:-1], sequence[1:], reduction="sum")
@@ -118,16 +121,19 @@ def measure(
 ) -> dict[str, Difference]:
     """In each rank of ``layout``: build, load and run every model; equal on all ranks."""
     initialize_model_parallel(layout.parallel, seed=1, timeout_s=60)
-    return {name: _measure_one(layout, ref, recompute) for name, ref in references.items()}
+    return {name: measure_one(layout, ref, recompute) for name, ref in references.items()}
 
 
-def _measure_one(layout: Layout, ref: Reference, recompute: Recompute) -> Difference:
+def measure_one(
+    layout: Layout, ref: Reference, recompute: Recompute = Recompute.NONE
+) -> Difference:
+    """Build, load and run one model, with Megatron's groups already made."""
     spec = HfModelSpec.from_directory(ref.directory)
     model = build_model(spec, layout.parallel, dtype=torch.float32, recompute=recompute)
     load_hf(model, ref.directory)
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
     wrapped.zero_grad_buffer()
-    logits_difference = torch.zeros(())
+    logits_difference = torch.zeros((), device=device.device())
 
     def forward_step(batches: Iterator[dict[str, Any]], ddp: torch.nn.Module) -> Any:
         batch = next(batches)
@@ -188,24 +194,25 @@ def micro_batches(ref: Reference, replica: int, replicas: int) -> list[dict[str,
 
 def _pack(items: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
     length = sum(len(sequence) for sequence, _ in items)
-    padding = torch.zeros(-length % PAD_MULTIPLE, dtype=torch.int64)
+    where = items[0][0].device
+    padding = torch.zeros(-length % PAD_MULTIPLE, dtype=torch.int64, device=where)
     sequences = [sequence for sequence, _ in items] + [padding]
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     logits = torch.cat([one for _, one in items])
     padded_logits = torch.cat([logits, logits.new_zeros(len(padding), logits.size(1))])
     tokens = torch.cat(sequences)
-    positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+    positions = torch.cat([torch.arange(len(s), device=where) for s in sequences])
     ends = lengths.cumsum(0)
-    mask = torch.ones(len(tokens))
+    mask = torch.ones(len(tokens), device=where)
     mask[ends - 1] = 0.0  # the last token of a sequence predicts nothing
     mask[length:] = 0.0
     return {
         "tokens": tokens,
         "position_ids": positions,
-        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
+        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),  # on the CPU
         "targets": tokens.roll(-1),
         "mask": mask,
-        "real": torch.arange(len(tokens)) < length,
+        "real": torch.arange(len(tokens), device=where) < length,
         "logits": padded_logits,
     }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from transformers import AutoModelForCausalLM
 
@@ -140,10 +141,11 @@ def make_trainer(
     recompute: Recompute = Recompute.NONE,
     total_steps: int = 100,
 ) -> Trainer:
-    """A trainer on this rank, with the weights of ``directory``; makes Megatron's groups."""
+    """A trainer on this rank, with the weights of ``directory``; makes Megatron's groups if need be."""
     if not torch.distributed.is_initialized():
         raise RuntimeError("call it inside run_ranks")
-    initialize_model_parallel(parallel, seed=1, timeout_s=60)
+    if not parallel_state.model_parallel_is_initialized():
+        initialize_model_parallel(parallel, seed=1, timeout_s=60)
     spec = HfModelSpec.from_directory(directory)
     model = build_model(spec, parallel, dtype=dtype, recompute=recompute)
     load_hf(model, directory)

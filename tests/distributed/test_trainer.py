@@ -16,20 +16,19 @@ from hpc_rlhf.config import (
     LossMean,
     OptimizerConfig,
     ParallelConfig,
-    Schedule,
 )
 from hpc_rlhf.errors import ComponentError
 from hpc_rlhf.learner.algorithms import Algorithm, make_algorithm
 from hpc_rlhf.learner.objectives import Supervised
-from hpc_rlhf.learner.trainer import Trainer, mini_batch_plan
+from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.megatron import build_model, load_hf
 from hpc_rlhf.types import Completion, Example, Experience, TokenSequence
+from tests.distributed.adamw import ADAM, TOTAL_STEPS, adamw_steps, grpo, learning_rate, select
 from tests.distributed.learner_fixtures import (
     CLIP,
     KL_COEF,
     TEMPERATURE,
     experience,
-    hf_loss,
     hf_model,
     make_trainer,
     whole_tensors,
@@ -37,19 +36,6 @@ from tests.distributed.learner_fixtures import (
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-
-ADAM = OptimizerConfig(
-    lr=1e-3,
-    min_lr=1e-4,
-    warmup_steps=1,
-    schedule=Schedule.COSINE,
-    beta1=0.8,
-    beta2=0.9,
-    eps=1e-5,  # above the rounding errors of gradients, which Adam would divide by themselves
-    weight_decay=0.1,
-    clip_grad=0.3,
-)
-TOTAL_STEPS = 6
 
 
 def _algorithm(**options: Any) -> Algorithm:
@@ -69,52 +55,14 @@ def batch(tiny_models: dict[str, Path]) -> Experience:
     return experience(tiny_models["qwen2-tied"])  # tied, with biases
 
 
-def _select(batch: Experience, indices: np.ndarray) -> Experience:
-    assert batch.ref_logprobs is not None
-    return Experience(
-        rollouts=tuple(batch.rollouts[i] for i in indices),
-        rewards=batch.rewards[indices],
-        old_logprobs=tuple(batch.old_logprobs[i] for i in indices),
-        ref_logprobs=tuple(batch.ref_logprobs[i] for i in indices),
-    )
-
-
-def _learning_rate(step: int) -> float:
-    """Of 0-based ``step``: one warm-up step at half the rate, then the cosine."""
-    if step == 0:
-        return ADAM.lr / 2
-    progress = (step - 1) / (TOTAL_STEPS - 1)
-    return ADAM.min_lr + 0.5 * (ADAM.lr - ADAM.min_lr) * (1 + math.cos(math.pi * progress))
-
-
 def test_steps_are_those_of_adamw(tiny_models: dict[str, Path], batch: Experience) -> None:
     """Two epochs of two mini-batches: clipping, decay (not of norms and biases), LR schedule."""
     directory = tiny_models["qwen2-tied"]
-    algorithm = _algorithm(epochs=2, mini_batches=2)
-    advantages = [float(a[0]) for a in algorithm.lesson(batch).fields["advantages"]]
-    reference = hf_model(directory)
-    matrices = [p for p in reference.parameters() if p.dim() > 1]
-    vectors = [p for p in reference.parameters() if p.dim() == 1]
-    adamw = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(ADAM.beta1, ADAM.beta2),
-        eps=ADAM.eps,
-    )
-    norms = []
-    for step, indices in enumerate(mini_batch_plan(len(batch.rollouts), 2, 2, seed=(0, 0))):
-        for group in adamw.param_groups:
-            group["lr"] = _learning_rate(step)
-        adamw.zero_grad()
-        part, mine = _select(batch, indices), [advantages[i] for i in indices]
-        hf_loss(reference, part, mine, LossMean.TOKEN).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), ADAM.clip_grad).item())
-        adamw.step()
-    assert min(norms) > ADAM.clip_grad, "the reference never clips: the test shows nothing"
-    expected = {name: p.detach() for name, p in reference.named_parameters()}
+    expected = adamw_steps(directory, batch)
 
     def learn(parallel: ParallelConfig) -> tuple[dict[str, float], dict[str, torch.Tensor], int]:
         trainer = make_trainer(directory, parallel, optimizer=ADAM, total_steps=TOTAL_STEPS)
-        stats = trainer.update(algorithm, batch)
+        stats = trainer.update(grpo(), batch)
         return stats, whole_tensors(trainer.model), trainer.num_steps
 
     for parallel, dp in [
@@ -126,11 +74,11 @@ def test_steps_are_those_of_adamw(tiny_models: dict[str, Path], batch: Experienc
             learn, parallel.tensor * parallel.pipeline * dp, parallel
         ):
             assert num_steps == 4
-            assert stats["lr"] == pytest.approx(_learning_rate(3))
-            assert stats["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+            assert stats["lr"] == pytest.approx(learning_rate(3))
+            assert stats["grad_norm"] == pytest.approx(np.mean(expected.norms), rel=1e-4)
             assert stats["tokens"] == 2 * sum(len(r.token_ids) - 1 for r in batch.rollouts)
             for name, weight in weights.items():
-                torch.testing.assert_close(weight, expected[name], atol=5e-6, rtol=0)
+                torch.testing.assert_close(weight, expected.weights[name], atol=5e-6, rtol=0)
 
 
 def test_a_loss_that_is_not_finite_names_the_sample_and_changes_nothing(
@@ -197,7 +145,7 @@ def test_nothing_to_learn_is_an_error_and_empty_completions_are_not(
         )
         stats = trainer.update(_algorithm(), dataclasses.replace(partly, ref_logprobs=log_probs))
         with pytest.raises(ComponentError, match="no rollouts"):
-            trainer.update(_algorithm(), _select(batch, np.zeros(0, np.int64)))
+            trainer.update(_algorithm(), select(batch, np.zeros(0, np.int64)))
         with pytest.raises(ValueError, match="needs reference log-probs"):
             trainer.update(_algorithm(), partly)
         with pytest.raises(ComponentError, match="none of the sequences has a token"):

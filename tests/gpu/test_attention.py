@@ -6,7 +6,7 @@ import torch
 from hpc_rlhf.cluster import device
 from hpc_rlhf.models.attention import PackedSequences, sdpa_attention, varlen_attention
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(cuda_only=True)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
