@@ -152,6 +152,8 @@ class OfflineRun:
         self.recorded = self.completed
         if self.coordinator is None:
             return
+        if (cost := self.checkpoints.take_cost()) is not None:
+            self.stats |= cost.as_metrics()
         record: dict[str, Any] = {**self.stats, **times.as_metrics()}
         if Phase.TRAIN in times.seconds and "tokens" in self.stats:
             speed = self.stats["tokens"] / times.seconds[Phase.TRAIN]
@@ -160,7 +162,9 @@ class OfflineRun:
         self.coordinator.walltime.observe(record)
 
     def checkpoint_due(self, step: int) -> bool:
-        return step % self.checkpoint.every_steps == 0 or step == self.config.steps
+        """Whether to save after ``step``, or to hear now that the save under way has failed."""
+        due = step % self.checkpoint.every_steps == 0 or step == self.config.steps
+        return due or self.control.any(self.checkpoints.failed)
 
     def save(self, *, wait: bool) -> None:
         """Save the last finished step, unless it is saved or is the beginning.

@@ -307,7 +307,9 @@ class OnlineRun:
         self.cursor = self.next_cursor
 
     def checkpoint_due(self, step: int) -> bool:
-        return step % self.checkpoint.every_steps == 0 or step == self.config.steps
+        """Whether to save after ``step``, or to hear now that the save under way has failed."""
+        due = step % self.checkpoint.every_steps == 0 or step == self.config.steps
+        return due or self.control.any(self.checkpoints.failed)
 
     def save(self, *, wait: bool) -> None:
         """Save where the run is, unless that is saved or is the beginning.
@@ -343,6 +345,8 @@ class OnlineRun:
         """Append the step's metrics, once per step whatever was resumed."""
         if self.coordinator is None:
             return
+        if (cost := self.checkpoints.take_cost()) is not None:
+            self.stats |= cost.as_metrics()
         record: dict[str, Any] = {**self.stats, **times.as_metrics()}
         # what is not begun late in the walltime
         record["time/optimizer_step"] = times.seconds[Phase.TRAIN] / max(1, self.optimizer_steps)

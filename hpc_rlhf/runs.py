@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hpc_rlhf
 from hpc_rlhf import compose
@@ -86,6 +86,7 @@ def check_resume(config: Config) -> None:
         raise UserError(
             f"{run.path} belongs to somebody else (not writable); choose another run.name"
         )
+    _check_frozen_there(run)
     resumable: tuple[str, ...] = RESUMABLE_CHANGES
     if config.learner.optimizer.schedule is Schedule.CONSTANT:
         resumable += ("run.steps",)  # else the learning rate of every step depends on it
@@ -101,6 +102,18 @@ def check_resume(config: Config) -> None:
             + "\n".join(lines)
             + "\n  give the same overrides to resume it, or another run.name to start afresh"
         )
+
+
+def _check_frozen_there(run: RunDir) -> None:
+    """Refuse a run whose frozen models are gone; whether they changed, the learner's ranks see."""
+    identity = read_json(run.identity) if run.identity.exists() else {}
+    for value in identity.get("frozen", {}).values():
+        model = FrozenRef(**value)
+        if not any(Path(model.path).glob("*.safetensors")):
+            raise UserError(
+                f"{model.role} model {model.path} is missing; the run began with sha256 "
+                f"{model.sha256}: put it back, or start a new run"
+            )
 
 
 def open_run(config: Config) -> RunDir:
@@ -129,34 +142,45 @@ def open_run(config: Config) -> RunDir:
     return run
 
 
-def pin_identity(run: RunDir, models: Sequence[FrozenRef], data: Mapping[str, str]) -> None:
-    """Record the frozen models and data sets of a run; once recorded, refuse others.
-
-    Args:
-        data: path -> sha256.
+def pin_models(run: RunDir, models: Sequence[FrozenRef]) -> None:
+    """Record the frozen models of a run; once recorded, refuse others.
 
     Raises:
         UserError: one of them is not what the run began with; names expected and found.
     """
-    identity = read_json(run.identity)
-    found = {"frozen": {model.role: asdict(model) for model in models}, "data": dict(data)}
-    if "frozen" not in identity:
-        publish_json(run.identity, identity | found)
-        return
+    expected = _pin(run, "frozen", {model.role: asdict(model) for model in models})
     for model in models:
-        expected = identity["frozen"].get(model.role, {}).get("sha256")
-        if expected != model.sha256:
-            raise UserError(
-                f"{model.role} model {model.path}: the run began with sha256 {expected}, found "
-                f"{model.sha256}. Put the original back, or start a new run"
-            )
+        was = expected.get(model.role, {}).get("sha256")
+        if was != model.sha256:
+            raise UserError(_changed(f"{model.role} model {model.path}", was, model.sha256))
+
+
+def pin_data(run: RunDir, data: Mapping[str, str]) -> None:
+    """Record the data sets of a run, path -> sha256; once recorded, refuse others.
+
+    Raises:
+        UserError: one of them is not what the run began with; names expected and found.
+    """
+    expected = _pin(run, "data", dict(data))
     for path, sha256 in data.items():
-        expected = identity["data"].get(path)
-        if expected != sha256:
-            raise UserError(
-                f"{path}: the run began with sha256 {expected}, found {sha256}. "
-                "Put the original back, or start a new run"
-            )
+        if expected.get(path) != sha256:
+            raise UserError(_changed(path, expected.get(path), sha256))
+
+
+def _pin(run: RunDir, key: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What ``run.json`` has under ``key``; ``found``, the first time."""
+    identity = read_json(run.identity)
+    if key not in identity:
+        publish_json(run.identity, identity | {key: found})
+        return found
+    return dict(identity[key])
+
+
+def _changed(what: str, expected: str | None, found: str) -> str:
+    return (
+        f"{what}: the run began with sha256 {expected}, found {found}. "
+        "Put the original back, or start a new run"
+    )
 
 
 def find_run(text: str, root: str = "runs") -> RunDir:

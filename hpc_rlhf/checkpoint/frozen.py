@@ -8,14 +8,18 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpc_rlhf.errors import UserError
+from hpc_rlhf.errors import ComponentError, UserError
 from hpc_rlhf.fs import publish_json
 from hpc_rlhf.types import FrozenRef
+
+if TYPE_CHECKING:  # it imports torch, which `hpc-rlhf verify` does without
+    from hpc_rlhf.cluster.control import ControlGroup
 
 logger = logging.getLogger(__name__)
 
@@ -50,29 +54,57 @@ def digest_model(
         UserError: there is no safetensors file in ``directory``.
     """
     directory = directory.resolve()
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UserError(
-            f"{role} model {directory}: no *.safetensors file there; expected a Hugging Face "
-            "model directory with its weights"
-        )
     path = cache or default_cache()
-    known = {} if recompute else _read_cache(path)
-    keys = [_cache_key(file) for file in files]
-    missing = [f for f, k in zip(files, keys, strict=True) if k not in known]
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        hashed = pool.map(lambda file: file_sha256(file, on_bytes=on_bytes), missing)
-        fresh = dict(zip(missing, hashed, strict=True))
-    digests = [fresh.get(f) or known[k] for f, k in zip(files, keys, strict=True)]
-    if fresh:
-        # The key of before the read: a file that changed meanwhile will not match it.
-        _add_to_cache(path, dict(zip(keys, digests, strict=True)))
-    return FrozenRef(
-        role=role,
-        name=directory.name,
-        sha256=hashlib.sha256("".join(digests).encode()).hexdigest(),
-        path=str(directory),
-    )
+    files = _look(role, directory, {} if recompute else _read_cache(path))
+    fresh = _hash([file.path for file in files if file.sha256 is None], on_bytes)
+    return _identify(role, directory, files, fresh, path)
+
+
+def digest_model_together(
+    role: str, directory: Path, control: "ControlGroup", *, cache: Path | None = None
+) -> FrozenRef:
+    """As :func:`digest_model`, by all ranks of the learner: each file is read by one of them.
+
+    Collective. Only the coordinator looks at the directory and at the cache.
+
+    Raises:
+        UserError: there is no safetensors file in ``directory``; on every rank.
+        ComponentError: a rank cannot read a file; on every rank.
+    """
+    directory = directory.resolve()
+    path = cache or default_cache()
+    files = control.from_coordinator(lambda: _look(role, directory, _read_cache(path)))
+    unknown = {str(file.path): file.size for file in files if file.sha256 is None}
+    mine = [Path(name) for name in share(unknown, control.rank, control.size)]
+    read: dict[Path, str] | str
+    try:
+        read = _hash(mine, None)
+    except OSError as error:
+        read = f"learner rank {control.rank}: {role} model {error.filename}: {error.strerror}"
+    fresh: dict[Path, str] = {}
+    for found in control.gather(read):
+        if isinstance(found, str):
+            raise ComponentError(found)
+        fresh |= found
+    return _identify(role, directory, files, fresh, path if control.is_coordinator else None)
+
+
+def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
+    """The files that ``rank`` reads, so that every rank reads about as much.
+
+    Each file is one rank's, the largest first, to the rank with the least so far.
+
+    Args:
+        sizes: name -> bytes.
+    """
+    loads = [0] * ranks
+    mine = []
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        least = loads.index(min(loads))
+        loads[least] += size
+        if least == rank:
+            mine.append(name)
+    return mine
 
 
 def verify(
@@ -118,9 +150,56 @@ def file_sha256(path: Path, *, on_bytes: Callable[[int], None] | None = None) ->
     return digest.hexdigest()
 
 
-def _cache_key(file: Path) -> str:
-    stat = file.stat()
-    return f"{file}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of a model as it was before it was read."""
+
+    path: Path
+    size: int  # bytes
+    key: str  # in the cache
+    sha256: str | None  # if the cache has it
+
+
+def _look(role: str, directory: Path, cached: Mapping[str, str]) -> list[_File]:
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise UserError(
+            f"{role} model {directory}: no *.safetensors file there; expected a Hugging Face "
+            "model directory with its weights"
+        )
+    files = []
+    for path in paths:
+        stat = path.stat()
+        key = f"{path}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+        files.append(_File(path, stat.st_size, key, cached.get(key)))
+    return files
+
+
+def _hash(paths: Sequence[Path], on_bytes: Callable[[int], None] | None) -> dict[Path, str]:
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        hashed = pool.map(lambda path: file_sha256(path, on_bytes=on_bytes), paths)
+        return dict(zip(paths, hashed, strict=True))
+
+
+def _identify(
+    role: str,
+    directory: Path,
+    files: Sequence[_File],
+    fresh: Mapping[Path, str],
+    cache: Path | None,
+) -> FrozenRef:
+    """Identity of the model from its files' digests; the ``fresh`` ones are put into ``cache``."""
+    digests = [file.sha256 or fresh[file.path] for file in files]
+    if fresh and cache is not None:
+        # The key of before the read: a file that changed meanwhile will not match it.
+        keys = {file.path: file.key for file in files}
+        _add_to_cache(cache, {keys[path]: digest for path, digest in fresh.items()})
+    return FrozenRef(
+        role=role,
+        name=directory.name,
+        sha256=hashlib.sha256("".join(digests).encode()).hexdigest(),
+        path=str(directory),
+    )
 
 
 def _read_cache(path: Path) -> dict[str, str]:

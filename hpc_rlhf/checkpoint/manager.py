@@ -12,8 +12,10 @@ import re
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,6 +59,23 @@ class Checkpointable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class SaveCost:
+    """What a checkpoint cost."""
+
+    bytes: int  # of all files
+    blocked_seconds: float  # in which the learner did nothing else
+    seconds: float  # until it was published
+
+    def as_metrics(self) -> dict[str, float]:
+        """``checkpoint/bytes``, ``checkpoint/blocked_seconds``, ``checkpoint/seconds``."""
+        return {
+            "checkpoint/bytes": self.bytes,
+            "checkpoint/blocked_seconds": self.blocked_seconds,
+            "checkpoint/seconds": self.seconds,
+        }
+
+
 class CheckpointManager:
     """Saves and loads the checkpoints of one run. Every method is collective over the learner."""
 
@@ -77,6 +96,7 @@ class CheckpointManager:
         self._writers = Agreement(self._directory, timeout_s)  # a group is one thread's
         self._stager = Stager()
         self._writing: _Writing | None = None
+        self._cost: SaveCost | None = None
 
     def path(self, point: SavePoint) -> Path:
         return self._directory / point.name
@@ -103,14 +123,34 @@ class CheckpointManager:
             ComponentError: it could not be written, on every rank, naming the rank that failed,
                 the path, the system's error and what to do. What was there before is untouched.
         """
+        began = time.monotonic()
         self.wait()
         staged = self._stager.stage(trainer.sharded_state_dict(is_loading=False))
         rng, state = capture_rng(), copy.deepcopy(dict(run_state))
-        self._writing = _Writing(point, lambda: self._write(point, staged, rng, state))
+        blocked = None if wait else time.monotonic() - began
+
+        def write() -> None:
+            size = self._write(point, staged, rng, state)
+            seconds = time.monotonic() - began
+            self._cost = SaveCost(size, seconds if blocked is None else blocked, seconds)
+
+        self._writing = _Writing(point, write)
         self._writing.start()
         if wait:
             self.wait()
         return self.path(point)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows already that the save under way has failed: on all ranks, as
+        :meth:`wait` will say. Not collective."""
+        writing = self._writing
+        return writing is not None and not writing.is_alive() and writing.error is not None
+
+    def take_cost(self) -> SaveCost | None:
+        """Of the newest save, once, when it is published. Not collective."""
+        cost, self._cost = self._cost, None
+        return cost
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until no save is under way.
@@ -211,8 +251,12 @@ class CheckpointManager:
 
     def _write(
         self, point: SavePoint, staged: Staged, rng: RngState, run_state: Mapping[str, Any]
-    ) -> None:
-        """Write and publish; collective over the writing threads of all ranks."""
+    ) -> int:
+        """Write and publish; collective over the writing threads of all ranks.
+
+        Returns:
+            Bytes of all files.
+        """
         ranks, what = self._writers, f"save {point.name}"
         temporary = ranks.on_rank_0(what, lambda: self._make_temporary(point))
         try:
@@ -221,12 +265,13 @@ class CheckpointManager:
             files = [entry for entries, _ in written for entry in entries]
             states = [state for _, state in written]
 
-            def publish() -> None:
+            def publish() -> int:
                 write_state(temporary / STATE, states, run_state)
-                self._publish(point, temporary, files)
+                size = self._publish(point, temporary, files)
                 self._retire()
+                return size
 
-            ranks.on_rank_0(f"{what}: publish", publish)
+            return ranks.on_rank_0(f"{what}: publish", publish)
         except BaseException:
             if self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -249,7 +294,8 @@ class CheckpointManager:
         name = f".{point.name}.tmp-{self._attempt}-{secrets.token_hex(4)}"
         return self._directory / name
 
-    def _publish(self, point: SavePoint, temporary: Path, files: list[manifest.FileEntry]) -> None:
+    def _publish(self, point: SavePoint, temporary: Path, files: list[manifest.FileEntry]) -> int:
+        """Make ``temporary`` the checkpoint of ``point``; returns its bytes."""
         written = {entry.name for entry in files}
         for file in sorted(temporary.iterdir()):
             if file.name not in written:
@@ -265,6 +311,7 @@ class CheckpointManager:
             target.rename(aside)
         temporary.rename(target)
         fsync_directory(self._directory)
+        return sum(entry.size for entry in files)
 
     def _retire(self) -> None:
         """Delete whole checkpoints beyond the newest ``keep``; broken ones are left to a person."""

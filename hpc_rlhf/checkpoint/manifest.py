@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpc_rlhf.checkpoint import frozen
 from hpc_rlhf.checkpoint.frozen import file_sha256
 from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.fs import publish_json, read_json
@@ -116,18 +117,10 @@ def digest_problem(
 
 
 def share(files: Sequence[FileEntry], rank: int, ranks: int) -> list[FileEntry]:
-    """The files that ``rank`` hashes, so that every rank reads about as much.
-
-    Each file is one rank's, the largest first, to the rank with the least so far.
-    """
-    loads = [0] * ranks
-    mine = []
-    for entry in sorted(files, key=lambda entry: (-entry.size, entry.name)):
-        least = loads.index(min(loads))
-        loads[least] += entry.size
-        if least == rank:
-            mine.append(entry)
-    return mine
+    """The files that ``rank`` hashes; see :func:`hpc_rlhf.checkpoint.frozen.share`."""
+    by_name = {entry.name: entry for entry in files}
+    sizes = {entry.name: entry.size for entry in files}
+    return [by_name[name] for name in frozen.share(sizes, rank, ranks)]
 
 
 def save_points(checkpoints: Path) -> list[SavePoint]:

@@ -1,10 +1,13 @@
 """Small control messages among the ranks of the learner, over gloo whatever the device."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from hpc_rlhf.errors import UserError
 
 T = TypeVar("T")
 
@@ -25,6 +28,7 @@ class ControlGroup:
         """
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
 
     @property
     def is_coordinator(self) -> bool:
@@ -36,9 +40,27 @@ class ControlGroup:
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
+    def from_coordinator(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on the coordinator and return its value on every rank.
+
+        Raises:
+            UserError: the function raised it; on every rank.
+        """
+        value: T | None = None
+        refusal: UserError | None = None
+        if self.is_coordinator:
+            try:
+                value = function()
+            except UserError as error:
+                refusal = error
+        value, refusal = self.broadcast((value, refusal))
+        if refusal is not None:
+            raise refusal
+        return value  # type: ignore[return-value]
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's ``value``, in rank order, on every rank."""
-        values: list[T] = [value] * dist.get_world_size(self._group)
+        values: list[T] = [value] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 

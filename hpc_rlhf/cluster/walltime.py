@@ -77,10 +77,15 @@ class WalltimeGuard:
             self.observe(record)
 
     def observe(self, record: Mapping[str, Any]) -> None:
-        """Learn from the metrics of a finished step: ``time/<phase>`` in seconds."""
+        """Learn from the metrics of a finished step: ``time/<phase>`` in seconds, and
+        ``checkpoint/seconds`` of a save that was written while training went on."""
         for name, seconds in record.items():
-            if name.startswith("time/") and seconds is not None:
+            if seconds is None:
+                continue
+            if name.startswith("time/"):
                 self._phases[name.removeprefix("time/")].add(float(seconds))
+            elif name == "checkpoint/seconds":
+                self._phases[Phase.CHECKPOINT].add(float(seconds))
 
     def needed_s(self, *phases: str) -> float:
         """Seconds that the phases and a checkpoint are expected to take at most."""

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hpc_rlhf.checkpoint import frozen
 from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.signals import DEFAULT_SIGNALS, StopFlag
@@ -26,8 +25,15 @@ from hpc_rlhf.observe.timeline import Timeline
 from hpc_rlhf.offline_loop import fit
 from hpc_rlhf.offline_run import ExampleSet, OfflineCoordinator, OfflineRun
 from hpc_rlhf.run_dir import Attempt
-from hpc_rlhf.runs import data_cache, open_examples, pin_identity
-from hpc_rlhf.stages.world import LearnerWorld, join, load_model, save_points, walltime_guard
+from hpc_rlhf.runs import data_cache, open_examples, pin_data
+from hpc_rlhf.stages.world import (
+    LearnerWorld,
+    join,
+    load_model,
+    pin_reference,
+    save_points,
+    walltime_guard,
+)
 from hpc_rlhf.types import FrozenRef, Phase
 
 
@@ -71,16 +77,13 @@ def _build(
         coordinator = OfflineCoordinator(MetricsWriter(run), walltime_guard(run, attempt))
     points = save_points(attempt, flag, control, coordinator.walltime if coordinator else None)
     data = _open_all(config, world)
-    frozen_models: list[FrozenRef] = []
+    named = {name: path for name in data if (path := getattr(config.data, name)) is not None}
+    hashes = {path: data[name].dataset.sha256 for name, path in named.items()}
+    control.from_coordinator(lambda: pin_data(run, hashes))
     if config.stage is Stage.DPO:
         path = Path(config.model.reference or config.model.path)
-        model = frozen.digest_model("reference", path) if control.is_coordinator else None
-        frozen_models = [control.broadcast(model)]  # type: ignore[list-item]
-        data = _with_reference(config, frozen_models[0], data, world, points)
-    if control.is_coordinator:
-        named = {name: path for name in data if (path := getattr(config.data, name)) is not None}
-        hashes = {path: data[name].dataset.sha256 for name, path in named.items()}
-        pin_identity(run, frozen_models, hashes)
+        model = pin_reference(path, run, control)
+        data = _with_reference(config, model, data, world, points)
 
     source = Path(config.model.path)
     trainer = Trainer(

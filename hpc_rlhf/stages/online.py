@@ -5,7 +5,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hpc_rlhf.checkpoint import frozen
 from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.cluster.signals import DEFAULT_SIGNALS, StopFlag
 from hpc_rlhf.cluster.world import World
@@ -24,12 +23,19 @@ from hpc_rlhf.observe.timeline import Timeline
 from hpc_rlhf.online_run import Coordinator, OnlineRun
 from hpc_rlhf.rollout.sampler import SamplerPool
 from hpc_rlhf.run_dir import Attempt, RunDir
-from hpc_rlhf.runs import pin_identity
+from hpc_rlhf.runs import pin_data
 from hpc_rlhf.scoring.verifiers import make_verifier
 from hpc_rlhf.stages.warmup import warm_up
-from hpc_rlhf.stages.world import LearnerWorld, join, load_model, save_points, walltime_guard
+from hpc_rlhf.stages.world import (
+    LearnerWorld,
+    join,
+    load_model,
+    pin_reference,
+    save_points,
+    walltime_guard,
+)
 from hpc_rlhf.sync.collective import CollectiveTransport
-from hpc_rlhf.types import FrozenRef, Phase
+from hpc_rlhf.types import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +62,15 @@ def _build(
     tokenizer = load_tokenizer(Path(config.model.path)) if world.rank == 0 else None
     source = warm_up(config, run, control, tokenizer)
 
-    model = load_model(config, source, learner.recompute)
     algorithm = make_algorithm(config.algorithm, max_new_tokens=config.sampling.max_new_tokens)
+    reference_path = Path(config.model.reference or source) if algorithm.needs_reference else None
+    if reference_path is not None:
+        pin_reference(reference_path, run, control)
+
+    model = load_model(config, source, learner.recompute)
     reference = None
-    frozen_models: list[FrozenRef] = []
-    if algorithm.needs_reference:
-        path = Path(config.model.reference or source)
-        reference = freeze(load_model(config, path, Recompute.NONE))
-        if world.rank == 0:
-            frozen_models.append(frozen.digest_model("reference", path))
+    if reference_path is not None:
+        reference = freeze(load_model(config, reference_path, Recompute.NONE))
     trainer = Trainer(
         model,
         learner,
@@ -75,7 +81,7 @@ def _build(
     )
     coordinator = None
     if tokenizer is not None:
-        coordinator = _coordinate(config, plan, attempt, tokenizer, frozen_models)
+        coordinator = _coordinate(config, plan, attempt, tokenizer)
     online = OnlineRun(
         directory=run,
         attempt=attempt.number,
@@ -113,7 +119,6 @@ def _coordinate(
     plan: JobPlan,
     attempt: Attempt,
     tokenizer: PreTrainedTokenizerBase,
-    frozen_models: list[FrozenRef],
 ) -> Coordinator:
     """What rank 0 holds beside its share of the model."""
     run: RunDir = plan.run
@@ -121,7 +126,7 @@ def _coordinate(
         config.data, tokenizer, max_sequence_tokens=config.model.max_sequence_tokens
     )
     assert config.data.prompts is not None
-    pin_identity(run, frozen_models, {config.data.prompts: dataset.sha256})
+    pin_data(run, {config.data.prompts: dataset.sha256})
     pool = SamplerPool(
         attempt,
         run.ensure_token(),

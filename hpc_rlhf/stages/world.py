@@ -1,4 +1,4 @@
-"""What every learner rank does first, whatever its stage: it joins the others and loads models."""
+"""What every learner rank does first, whatever its stage: it joins the others, and identifies and loads models."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from hpc_rlhf.checkpoint import frozen
 from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.rendezvous import join_learner_world
@@ -21,6 +22,8 @@ from hpc_rlhf.models.hf_layout import HfModelSpec
 from hpc_rlhf.models.megatron import PolicyModel, build_model, initialize_model_parallel, load_hf
 from hpc_rlhf.observe.metrics import read_metrics
 from hpc_rlhf.run_dir import Attempt, RunDir
+from hpc_rlhf.runs import pin_models
+from hpc_rlhf.types import FrozenRef
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,17 @@ def load_model(
         recompute=recompute,
     )
     load_hf(model, directory, head_seed=config.run.seed if score else None)
+    return model
+
+
+def pin_reference(directory: Path, run: RunDir, control: ControlGroup) -> FrozenRef:
+    """Identify the reference model, by the digests of its files, before it is loaded. Collective.
+
+    Raises:
+        UserError: it is not the one that the run began with; on every rank.
+    """
+    model = frozen.digest_model_together("reference", directory, control)
+    control.from_coordinator(lambda: pin_models(run, [model]))
     return model
 
 

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from hpc_rlhf.checkpoint import manifest, shards
 from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.checkpoint.save_point import SavePoint
+from hpc_rlhf.cluster.rendezvous import wait_for
 from hpc_rlhf.config import AlgorithmConfig, KlConfig, OptimizerConfig, ParallelConfig, Schedule
 from hpc_rlhf.errors import ComponentError, WaitTimeout
 from hpc_rlhf.learner.algorithms import make_algorithm
@@ -500,6 +501,12 @@ def test_one_save_at_a_time_and_buffers_are_used_again(
             ]
             weights.append(whole_tensors(trainer.model))
         manager.close(60)
+        cost = manager.take_cost()
+        assert cost is not None
+        assert manager.take_cost() is None
+        listed = manifest.read_manifest(manager.path(SavePoint(3))).files
+        assert cost.bytes == sum(entry.size for entry in listed)
+        assert 0 < cost.blocked_seconds < cost.seconds
         return weights
 
     def loads() -> list[dict[str, torch.Tensor]]:
@@ -532,8 +539,10 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_every_rank(
             if torch.distributed.get_rank() == 1:
                 patch.setattr(shards.FileSystemWriter, "write_data", full)
             manager.save(SavePoint(2), trainer, {}, wait=False)
+            wait_for(lambda: manager.failed or None, what="the save to fail", timeout_s=30)
             with pytest.raises(ComponentError) as raised:
                 manager.save(SavePoint(3), trainer, {}, wait=False)
+        assert not manager.failed
         manager.save(SavePoint(4), trainer, {}, wait=False)  # told once
         assert manager.latest() == SavePoint(4)
         return str(raised.value)

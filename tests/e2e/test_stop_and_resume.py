@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rlhf.checkpoint import frozen
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.types import Phase
 from tests.e2e_compare import assert_same
@@ -25,6 +26,9 @@ OVERRIDES = (
     "learner.optimizer.lr=1e-4",
     "algorithm.epochs=2",
     "algorithm.mini_batches=4",
+    # what the state has to carry shows in every step's record: lr, kl_coef
+    "learner.optimizer.schedule=linear",
+    "algorithm.kl.target=0.5",
     "warmup.steps=5",
 )
 
@@ -68,6 +72,7 @@ def test_stopped_in_mid_rollout_and_in_mid_update_and_resumed(tmp_path: Path) ->
     assert (rollouts / "step_3.h5").exists()
     assert not stopped.run_dir.partial_rollout.exists()
 
+    _refuses_a_changed_reference(stopped)
     resumed = stopped("run")
     assert resumed.returncode == 0, resumed.stderr
     assert stopped.steps() == [1, 2, 3, 4]
@@ -78,5 +83,22 @@ def test_stopped_in_mid_rollout_and_in_mid_update_and_resumed(tmp_path: Path) ->
     assert third["time/rollout"] < straight.metrics()[2]["time/rollout"] / 2
     assert third["sync/replicas"] == 1
 
+    for name in ("lr", "kl_coef"):
+        assert len({record[name] for record in stopped.metrics()}) == 4
     # fp32 on the CPU, strictly on-policy: bit for bit, or it is another run
     assert_same(stopped, straight)
+
+
+def _refuses_a_changed_reference(command: Command) -> None:
+    """Flip a byte of it, see it refused with both digests, and put it back."""
+    file = command.run_dir.warmup / "model.safetensors"
+    began_with = read_json(command.run_dir.identity)["frozen"]["reference"]["sha256"]
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    ref = frozen.digest_model("reference", file.parent, cache=command.root / "digests.json")
+    metrics = command.metrics()
+    refused = command("run")
+    assert refused.returncode == 2, refused.stderr
+    assert f"began with sha256 {began_with}, found {ref.sha256}" in refused.stderr
+    assert command.metrics() == metrics
+    file.write_bytes(content)

@@ -1,5 +1,6 @@
 """Opening a run again: what may differ, and that everything else is named."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from hpc_rlhf import compose
 from hpc_rlhf.config import Config
 from hpc_rlhf.errors import UserError
-from hpc_rlhf.runs import check_resume, open_run
+from hpc_rlhf.runs import check_resume, open_run, pin_data, pin_models
+from hpc_rlhf.types import FrozenRef
 
 
 def config(root: Path, *overrides: str) -> Config:
@@ -38,3 +40,24 @@ def test_what_it_learns_may_not_and_each_difference_is_named(tmp_path: Path) -> 
     assert "run.seed: was 3, now 4" in str(raised.value)
     assert "algorithm.mini_batches: was 1, now 2" in str(raised.value)
     assert run.config.read_text() == before
+
+
+def test_a_frozen_model_that_is_gone_or_another_is_refused(tmp_path: Path) -> None:
+    run = open_run(config(tmp_path))
+    model = tmp_path / "base"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    began_with = FrozenRef(role="reference", name="base", sha256="aa", path=str(model))
+    pin_models(run, [began_with])
+    pin_models(run, [began_with])
+    pin_data(run, {"/prompts": "cc"})
+    check_resume(config(tmp_path))
+
+    with pytest.raises(UserError, match=rf"model {model}: the run began with sha256 aa, found bb"):
+        pin_models(run, [replace(began_with, sha256="bb")])
+    with pytest.raises(UserError, match="/prompts: the run began with sha256 cc, found dd"):
+        pin_data(run, {"/prompts": "dd"})
+
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=rf"model {model} is missing; .* sha256 aa: put it back"):
+        check_resume(config(tmp_path))

@@ -14,7 +14,7 @@ from hpc_rlhf.cli import main
 from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.rollout import store
 from hpc_rlhf.run_dir import RunDir
-from hpc_rlhf.runs import pin_identity
+from hpc_rlhf.runs import pin_data, pin_models
 from hpc_rlhf.types import Completion, Prompt, Rollout, Scores, VersionSpan
 
 
@@ -30,9 +30,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     (model / "model.safetensors").write_bytes(b"weights")
     data.write_text("{}")
     publish_json(run.identity, {"name": "demo"})
-    pin_identity(
-        run, [frozen.digest_model("reference", model)], {str(data): frozen.file_sha256(data)}
-    )
+    pin_models(run, [frozen.digest_model("reference", model)])
+    pin_data(run, {str(data): frozen.file_sha256(data)})
     for step in (1, 2):
         directory = run.checkpoints / f"step_{step}"
         directory.mkdir()

@@ -61,6 +61,8 @@ def test_guard_keeps_room_for_the_phases_and_a_save() -> None:
         "walltime: 25 s are left, train + sync + checkpoint take up to 26 s"
     )
     assert not WalltimeGuard(Deadline(None), records).out_of_time("rollout")
+    guard.observe({"time/checkpoint": 0.5, "checkpoint/seconds": 31.0, "checkpoint/bytes": 1e9})
+    assert guard.needed_s() == 31.0, "what is durable counts, not what the learner waited for"
 
 
 def test_guard_that_knows_nothing_stops_only_at_the_end() -> None:
