@@ -84,6 +84,7 @@ class OfflineRun:
     recorded: int = 0  # steps with a record; the next one may have its evaluation to come
     skipped: int = 0  # steps whose loss or gradient was not finite
     stats: dict[str, float] = field(default_factory=dict)  # of the step that has no record yet
+    startup: dict[str, float] = field(default_factory=dict)  # for the first record
     saved: SavePoint = BEGINNING
 
     def remaining(self) -> Iterator[int]:
@@ -154,7 +155,8 @@ class OfflineRun:
             return
         if (cost := self.checkpoints.take_cost()) is not None:
             self.stats |= cost.as_metrics()
-        record: dict[str, Any] = {**self.stats, **times.as_metrics()}
+        record: dict[str, Any] = {**self.startup, **self.stats, **times.as_metrics()}
+        self.startup = {}
         if Phase.TRAIN in times.seconds and "tokens" in self.stats:
             speed = self.stats["tokens"] / times.seconds[Phase.TRAIN]
             record["train/tokens_per_second"] = speed

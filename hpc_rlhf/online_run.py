@@ -5,6 +5,7 @@ Every method is collective over the learner. What only the coordinator (learner 
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from hpc_rlhf.learner.stats import sequence_kl
 from hpc_rlhf.learner.trainer import Trainer, UnfinishedUpdate, UpdateStopped
 from hpc_rlhf.models.megatron import PolicyModel, export_hf
 from hpc_rlhf.observe.metrics import MetricsWriter
+from hpc_rlhf.observe.startup import StartUp, publish_report
 from hpc_rlhf.observe.timeline import StepTimes
 from hpc_rlhf.rollout import spill, store
 from hpc_rlhf.rollout.sampler import Done, Joined, SampleRequest, SamplerPool
@@ -91,6 +93,7 @@ class OnlineRun:
     save_points: SavePoints
     source: Path  # the Hugging Face directory that configuration and tokenizer come from
     coordinator: Coordinator | None
+    startup: StartUp
     completed: int = 0  # finished steps; the policy version, too
     cursor: PromptCursor = field(default_factory=PromptCursor)  # behind the last finished step
     next_cursor: PromptCursor | None = None  # behind the one under way
@@ -164,6 +167,7 @@ class OnlineRun:
         if self.save_points.stop_before():
             raise StopRequested
         if self.mid_step is not None:
+            self._end_startup(time.time())
             return self.mid_step.experience.rollouts
         self.stats = {}
         rest = cursor = None
@@ -188,6 +192,7 @@ class OnlineRun:
         while True:
             event = self.coordinator.pool.wait_event(TICK_S) if self.coordinator else None
             event = self.control.broadcast(event)
+            self._end_startup()
             if isinstance(event, Done):
                 break
             if self.save_points.stop_before():
@@ -201,6 +206,8 @@ class OnlineRun:
             rollouts = tuple(both[request.key] for request in requests)
         rollouts, self.next_cursor = self.control.broadcast((rollouts, cursor))
         self.stats |= event.stats.as_metrics()
+        if not event.rollouts:  # an earlier attempt had sampled them all
+            self._end_startup(time.time())
         assert rollouts is not None
         return rollouts
 
@@ -347,11 +354,29 @@ class OnlineRun:
             return
         if (cost := self.checkpoints.take_cost()) is not None:
             self.stats |= cost.as_metrics()
+        self._end_startup()
         record: dict[str, Any] = {**self.stats, **times.as_metrics()}
         # what is not begun late in the walltime
         record["time/optimizer_step"] = times.seconds[Phase.TRAIN] / max(1, self.optimizer_steps)
         self.coordinator.metrics.write(self.completed, self.attempt, record)
         self.coordinator.walltime.observe(record)
+
+    def _end_startup(self, at: float | None = None) -> None:
+        """Once: say how long the attempt took to begin.
+
+        Args:
+            at: Unix time; default: that of the first token, if a sampler says that it has sampled one.
+        """
+        if self.coordinator is None or self.startup.ended:
+            return
+        endpoints = self.coordinator.pool.published()
+        times = [e.first_token for e in endpoints if e.first_token is not None]
+        at = min(times, default=at)
+        if at is not None:
+            self.startup.end(at)
+            attempt = self.directory.attempt(self.attempt)
+            samplers = {str(endpoint.replica): endpoint.startup for endpoint in endpoints}
+            self.stats |= publish_report(attempt, self.startup, samplers).as_metrics()
 
     def complete(self) -> None:
         """Export the policy as a Hugging Face directory and mark the run complete."""

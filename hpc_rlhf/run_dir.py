@@ -48,6 +48,11 @@ class Attempt:
         return self.path / "started.json"
 
     @property
+    def startup(self) -> Path:
+        """Seconds of its start by part, published by the coordinator with the first token."""
+        return self.path / "startup.json"
+
+    @property
     def successor(self) -> Path:
         """The job that was queued to succeed this attempt's, if one was."""
         return self.path / "successor.json"
@@ -112,6 +117,10 @@ class RunDir:
     def warmup(self) -> Path:
         """The policy after supervised warm-up, a Hugging Face directory (absent without warm-up)."""
         return self.path / "warmup"
+
+    def engine_cache(self, replica: int) -> Path:
+        """What a sampler's engine compiled and found out of the model: for its next start."""
+        return self.path / "cache" / f"sampler-{replica}"
 
     @property
     def complete(self) -> Path:

@@ -7,7 +7,7 @@ from hpc_rlhf.rollout.store import read_step
 from tests.e2e_driver import Command
 
 # What depends on the clock, or counts what was done again.
-_NOT_COMPARED = ("time", "attempt", "trainer/", "sync/", "rollout/", "checkpoint/")
+_NOT_COMPARED = ("time", "attempt", "startup/", "trainer/", "sync/", "rollout/", "checkpoint/")
 
 
 def compared_metrics(command: Command) -> list[dict[str, Any]]:

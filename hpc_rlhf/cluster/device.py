@@ -37,6 +37,9 @@ _IRRELEVANT_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
 
 @functools.cache
 def has_cuda() -> bool:
+    # Through the management library: asking CUDA itself would start it, and an engine that is forked
+    # from this process could then not use it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return torch.cuda.is_available()
 
 
@@ -65,6 +68,21 @@ def attention_kernel(dtype: torch.dtype) -> AttentionKernel:
     """Which kernel computes packed attention: flash attention takes half precision on CUDA only."""
     half = dtype in (torch.bfloat16, torch.float16)
     return "varlen" if has_cuda() and half else "sdpa"
+
+
+def import_megatron() -> None:
+    """Import megatron-core without TorchInductor; call it before anything else imports it.
+
+    It decorates its fused activations with ``torch.compile`` while it is imported. That imports the
+    whole compiler, which is a third of a learner's imports, for functions that no model here uses.
+    """
+    compiler = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        from megatron.core import jit  # with it, all of the package's __init__
+    finally:
+        torch.compile = compiler
+    jit.disable_jit_fuser()  # for the modules that are imported later
 
 
 def prepare_process(

@@ -6,8 +6,8 @@ is guessed from a node list.
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,6 +38,8 @@ class Endpoint:
     job_id: str
     attempt: int
     started: float  # Unix time
+    startup: Mapping[str, float] = field(default_factory=dict)  # seconds by part, until it served
+    first_token: float | None = None  # Unix time at which it first sampled one
 
 
 def endpoint_path(attempt: Attempt, component: str, replica: int) -> Path:

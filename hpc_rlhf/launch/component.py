@@ -6,6 +6,7 @@ by the supervisor under its :class:`~hpc_rlhf.launch.supervisor.StepLauncher`.
 
 import argparse
 import faulthandler
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from hpc_rlhf.cluster.world import World
 from hpc_rlhf.errors import ExitCode, UserError
 from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.launch.job_plan import LEARNER, SAMPLER, JobPlan
+from hpc_rlhf.observe.startup import StartUp, importing
 from hpc_rlhf.observe.timeline import Timeline
 from hpc_rlhf.run_dir import Attempt, RunDir
 
@@ -36,7 +38,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
     world = World.from_environment()
     rank = world.rank if arguments.replica is None else arguments.replica
     _redirect_output(attempt.log(arguments.component, rank))
-    timeline = Timeline(attempt if arguments.component == LEARNER and rank == 0 else None)
+    _log_to_stderr()
+    coordinates = arguments.component == LEARNER and rank == 0
+    timeline = Timeline(
+        attempt if coordinates else None, StartUp(float(read_json(attempt.started)["time"]))
+    )
     try:
         code = _run(arguments.component, run, attempt, world, arguments.replica, timeline)
     except BaseException as error:  # noqa: BLE001 - recorded, then the process ends with it
@@ -59,17 +65,20 @@ def _run(
     config = compose.load(run.config)
     plan = JobPlan.from_json(read_json(attempt.plan))
     if component == LEARNER:
-        if config.stage.is_offline:
-            from hpc_rlhf.stages import offline
+        with importing():
+            from hpc_rlhf.cluster import device
 
-            return offline.run_learner(config, plan, attempt, world, timeline)
-        from hpc_rlhf.stages import online
-
-        return online.run_learner(config, plan, attempt, world, timeline)
-    from hpc_rlhf.stages.sampler import run_sampler
+            device.import_megatron()
+            if config.stage.is_offline:
+                from hpc_rlhf.stages.offline import run_learner
+            else:
+                from hpc_rlhf.stages.online import run_learner
+        return run_learner(config, plan, attempt, world, timeline)
+    with importing():
+        from hpc_rlhf.stages.sampler import run_sampler
 
     assert replica is not None
-    return run_sampler(config, plan, attempt, world, replica)
+    return run_sampler(config, plan, attempt, world, replica, timeline.startup)
 
 
 def _redirect_output(path: Path) -> None:
@@ -83,6 +92,16 @@ def _redirect_output(path: Path) -> None:
     os.close(fd)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
+
+
+def _log_to_stderr() -> None:
+    """Our own messages, whatever the libraries do with the root logger."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+    logger = logging.getLogger("hpc_rlhf")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _record_failure(

@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from hpc_rlhf.observe.startup import FIRST_TOKEN, StartUp
 from hpc_rlhf.run_dir import Attempt
 from hpc_rlhf.types import Phase
 
@@ -49,11 +51,13 @@ class Timeline:
         (7, <Phase.TRAIN: 'train'>)
     """
 
-    def __init__(self, attempt: Attempt | None = None) -> None:
+    def __init__(self, attempt: Attempt | None = None, startup: StartUp | None = None) -> None:
         """Args:
         attempt: publish every change of phase to its ``progress.json``; one process does.
+        startup: of this process; its parts after set-up are phases.
         """
         self._progress = attempt.progress if attempt else None
+        self.startup = startup or StartUp(time.time())
         self._seconds: dict[Phase, float] = defaultdict(float)
         self._step_began: float | None = None
         self.current: tuple[int, Phase] = (0, Phase.SETUP)
@@ -65,12 +69,19 @@ class Timeline:
         After an exception :attr:`current` still names the phase that it came from.
         """
         self.current = (step, phase)
+        if phase is not Phase.SETUP:
+            self.startup.begin(FIRST_TOKEN if phase is Phase.ROLLOUT else phase.value)
         self._publish()
         began = time.monotonic()
         if self._step_began is None and phase is not Phase.SETUP:
             self._step_began = began
         yield
         self._seconds[phase] += time.monotonic() - began
+
+    def part(self, part: str) -> None:
+        """Begin a part of SETUP; see :mod:`hpc_rlhf.observe.startup`."""
+        self.startup.begin(part)
+        self._publish()
 
     def finish(self, step: int) -> StepTimes:
         """Close the books of ``step``, which ends now; the next one begins with its first phase."""
@@ -87,6 +98,8 @@ class Timeline:
         # Not fsynced: it is for people and the supervisor while this attempt lives, and a phase of
         # milliseconds must not wait for a disk. Renamed, so that it is never half read.
         temporary = self._progress.with_name(f".{self._progress.name}.tmp")
-        record = {"step": step, "phase": phase, "time": time.time()}
+        record: dict[str, Any] = {"step": step, "phase": phase, "time": time.time()}
+        if not self.startup.ended:
+            record |= {"part": self.startup.part, "startup": self.startup.seconds()}
         temporary.write_text(json.dumps(record))
         os.replace(temporary, self._progress)

@@ -34,6 +34,7 @@ COMPONENT = "sampler"
 """Component name of the endpoints."""
 
 _WATCH_S = 0.25  # how often the endpoint files are read
+_START_WATCH_S = 0.1  # ... while replicas are missing
 _HEALTH_PERIOD_S = 5.0  # of the health checks of replicas that have work
 _HEALTH_TIMEOUT_S = 5.0
 _HEALTH_FAILURES = 3  # in a row, of a replica that takes connections but does not answer
@@ -178,6 +179,7 @@ class SamplerPool:
         self._none_alive_since: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._admitting: set[str] = set()  # incarnations whose first health check is under way
+        self._published: list[Endpoint] = []  # as last read
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="sampler-pool", daemon=True
@@ -202,7 +204,11 @@ class SamplerPool:
                     f"{', '.join(map(str, missing))} of {self._replica_count} to be healthy; "
                     f"see their logs in {self._attempt.path / 'logs'}"
                 )
-            time.sleep(_TICK_S)
+            time.sleep(_START_WATCH_S)
+
+    def published(self) -> list[Endpoint]:
+        """The replicas as they last published themselves, sorted."""
+        return self._published
 
     def begin(self, requests: Sequence[SampleRequest], version: int) -> None:
         """Start sampling ``requests`` from the replicas that serve ``version``; returns at once.
@@ -335,7 +341,8 @@ class SamplerPool:
     async def _watch(self) -> None:
         """Keep the table of replicas true: new incarnations, dead ones, ones that came back."""
         while True:
-            for endpoint in await asyncio.to_thread(read_endpoints, self._attempt, COMPONENT):
+            self._published = await asyncio.to_thread(read_endpoints, self._attempt, COMPONENT)
+            for endpoint in self._published:
                 known = self._replicas.get(endpoint.replica)
                 if known is None or known.endpoint.incarnation != endpoint.incarnation:
                     self._spawn(self._admit(endpoint))
@@ -348,7 +355,8 @@ class SamplerPool:
                     self._spawn(self._probe(replica))
             alive = any(replica.alive for replica in self._replicas.values())
             self._none_alive_since = None if alive else self._none_alive_since or now
-            await asyncio.sleep(_WATCH_S)
+            missing = len(self._replicas) < self._replica_count
+            await asyncio.sleep(_START_WATCH_S if missing else _WATCH_S)
 
     async def _admit(self, endpoint: Endpoint) -> None:
         if endpoint.incarnation in self._admitting:

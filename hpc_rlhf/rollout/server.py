@@ -4,11 +4,11 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ from hpc_rlhf.cluster.rendezvous import Endpoint, endpoint_path, publish_endpoin
 from hpc_rlhf.cluster.world import World
 from hpc_rlhf.config import ModelConfig, SamplerConfig
 from hpc_rlhf.errors import ComponentError, WaitTimeout
+from hpc_rlhf.observe.startup import ENGINE, SERVER, StartUp, importing
 from hpc_rlhf.rollout.auth import TOKEN_FILE_VARIABLE, read_token
 from hpc_rlhf.rollout.client import MODEL_NAME, SamplerClient
 from hpc_rlhf.rollout.sampler import COMPONENT
@@ -40,6 +41,8 @@ def serve(
     address: str,
     model: ModelConfig,
     sampler: SamplerConfig,
+    cache: Path,
+    startup: StartUp | None = None,
     weights: Weights = "synced",
 ) -> None:
     """Serve until SIGUSR2, or a while after SIGTERM; then return.
@@ -47,6 +50,8 @@ def serve(
     Args:
         token_file: holds the bearer token, mode 0600.
         address: of this node, as peers reach it.
+        cache: where the engine keeps what it compiled for its next start; of this replica alone.
+        startup: of this process; default: it began just now.
         weights: "synced": start with random ones, since nothing is sampled before the learner's
             first sync, which brings every tensor of the checkpoint (the receiver checks that). It
             spares reading the model from the filesystem once per replica. "model": load them.
@@ -58,16 +63,21 @@ def serve(
     """
     token = read_token(token_file)
     started = time.time()
-    _set_environment(address, token_file, sampler)
+    startup = startup or StartUp(started)
+    _set_environment(address, token_file, sampler, cache)
 
-    import uvloop  # after the environment: vLLM reads it while it is imported
-    from vllm.entrypoints.launchers.api_server import entry
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    with importing():  # after the environment: vLLM reads it while it is imported
+        import uvloop
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.launchers.launcher import setup_server
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        from hpc_rlhf.rollout.engine import serve_engine
 
     parser = make_arg_parser(FlexibleArgumentParser())
     arguments = parser.parse_args(_arguments(address, model, sampler, weights))
     validate_parsed_serve_args(arguments)
+    startup.begin(ENGINE)
 
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, _stop)
@@ -100,7 +110,7 @@ def serve(
     asyncio.set_event_loop(loop)
     incarnation = uuid.uuid4().hex
     try:
-        url, sock = entry.setup_server(arguments, reuse_port=False)
+        url, sock = setup_server(arguments, reuse_port=False)
         arguments.port = sock.getsockname()[1]
         endpoint = Endpoint(
             component=COMPONENT,
@@ -113,8 +123,19 @@ def serve(
             attempt=world.attempt,
             started=started,
         )
-        serving = loop.create_task(entry.run_server_worker(url, sock, arguments))
-        publishing = _publish(attempt, endpoint, token, sampler.start_timeout_s)
+        first_token = loop.create_future()
+        serving = loop.create_task(
+            serve_engine(
+                url,
+                sock,
+                arguments,
+                first_token=first_token,
+                on_engine=lambda: startup.begin(SERVER),
+            )
+        )
+        publishing = _publish(
+            attempt, endpoint, token, sampler.start_timeout_s, startup, first_token
+        )
         loop.run_until_complete(_run(serving, publishing, stopping))
     except _Stopped:
         pass
@@ -147,9 +168,14 @@ async def _run(
 
 
 async def _publish(
-    attempt: Attempt, endpoint: Endpoint, token: str, start_timeout_s: float
+    attempt: Attempt,
+    endpoint: Endpoint,
+    token: str,
+    start_timeout_s: float,
+    startup: StartUp,
+    first_token: "asyncio.Future[float]",
 ) -> None:
-    """Publish the endpoint as soon as the server answers that it is healthy."""
+    """Publish the endpoint as soon as the server is healthy, and again with its first token."""
     deadline = time.monotonic() + start_timeout_s
     async with SamplerClient(endpoint, token) as client:
         while not await client.healthy():
@@ -158,7 +184,11 @@ async def _publish(
                     f"waited {start_timeout_s:g} s for sampler {endpoint.replica} to be healthy"
                 )
             await asyncio.sleep(_HEALTH_POLL_S)
-    publish_endpoint(attempt, endpoint)
+    startup.end()
+    endpoint = replace(endpoint, startup=startup.seconds())
+    await asyncio.to_thread(publish_endpoint, attempt, endpoint)
+    endpoint = replace(endpoint, first_token=await first_token)
+    await asyncio.to_thread(publish_endpoint, attempt, endpoint)
 
 
 async def _watch_engine(serving: "asyncio.Task[None]", stopping: threading.Event) -> None:
@@ -186,7 +216,7 @@ def _withdraw(attempt: Attempt, replica: int, incarnation: str) -> None:
             endpoint_path(attempt, COMPONENT, replica).unlink(missing_ok=True)
 
 
-def _set_environment(address: str, token_file: Path, sampler: SamplerConfig) -> None:
+def _set_environment(address: str, token_file: Path, sampler: SamplerConfig, cache: Path) -> None:
     os.environ |= {
         TOKEN_FILE_VARIABLE: str(token_file.absolute()),
         "VLLM_HOST_IP": address,  # else it asks the network
@@ -194,11 +224,10 @@ def _set_environment(address: str, token_file: Path, sampler: SamplerConfig) -> 
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    scratch = Path(tempfile.gettempdir()) / f"hpc-rlhf-{os.getuid()}"  # local to the node
     defaults = {
-        "VLLM_CACHE_ROOT": str(scratch / "vllm"),
-        "TRITON_CACHE_DIR": str(scratch / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         **device.engine_environment(sampler.tensor_parallel),
     }
     for name, value in defaults.items():

@@ -21,6 +21,7 @@ from hpc_rlhf.learner.runner import Runner
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.megatron import export_hf, freeze
 from hpc_rlhf.observe.metrics import MetricsWriter
+from hpc_rlhf.observe.startup import CHECKPOINT, DATA, GROUPS, LOAD, publish_report
 from hpc_rlhf.observe.timeline import Timeline
 from hpc_rlhf.offline_loop import fit
 from hpc_rlhf.offline_run import ExampleSet, OfflineCoordinator, OfflineRun
@@ -45,9 +46,14 @@ def run_learner(
     with flag.installed((*DEFAULT_SIGNALS, config.cluster.signal)):
         try:
             with timeline.phase(0, Phase.SETUP):
-                run = _build(config, plan, attempt, join(config, attempt, world), flag)
+                timeline.part(GROUPS)
+                joined = join(config, attempt, world)
+                run = _build(config, plan, attempt, joined, flag, timeline)
         except StopRequested:  # in the sweep of the reference, whose part is kept
             return ExitCode.INTERRUPTED
+        timeline.startup.end()
+        if joined.control.is_coordinator:
+            run.startup = publish_report(attempt, timeline.startup, {}).as_metrics()
         try:
             return fit(run, timeline)
         finally:
@@ -68,9 +74,15 @@ def make_objective(config: Config) -> Objective:
 
 
 def _build(
-    config: Config, plan: JobPlan, attempt: Attempt, world: LearnerWorld, flag: StopFlag
+    config: Config,
+    plan: JobPlan,
+    attempt: Attempt,
+    world: LearnerWorld,
+    flag: StopFlag,
+    timeline: Timeline,
 ) -> OfflineRun:
     """Data, model and optimizer, with the newest checkpoint loaded."""
+    timeline.part(DATA)
     run, control, is_reward_model = plan.run, world.control, config.stage is Stage.REWARD_MODEL
     coordinator = None
     if control.is_coordinator:
@@ -85,6 +97,7 @@ def _build(
         model = pin_reference(path, run, control)
         data = _with_reference(config, model, data, world, points)
 
+    timeline.part(LOAD)
     source = Path(config.model.path)
     trainer = Trainer(
         load_model(config, source, config.learner.recompute, score=is_reward_model),
@@ -108,6 +121,7 @@ def _build(
         export=partial(_export, config, trainer, run.path),
         coordinator=coordinator,
     )
+    timeline.part(CHECKPOINT)
     offline.resume()
     return offline
 

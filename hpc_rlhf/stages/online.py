@@ -2,8 +2,7 @@
 
 import logging
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.cluster.signals import DEFAULT_SIGNALS, StopFlag
@@ -19,6 +18,7 @@ from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.loop import train
 from hpc_rlhf.models.megatron import freeze
 from hpc_rlhf.observe.metrics import MetricsWriter
+from hpc_rlhf.observe.startup import CHECKPOINT, DATA, DIGESTS, GROUPS, LOAD, SAMPLERS, WARM_UP
 from hpc_rlhf.observe.timeline import Timeline
 from hpc_rlhf.online_run import Coordinator, OnlineRun
 from hpc_rlhf.rollout.sampler import SamplerPool
@@ -37,6 +37,9 @@ from hpc_rlhf.stages.world import (
 from hpc_rlhf.sync.collective import CollectiveTransport
 from hpc_rlhf.types import Phase
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +50,9 @@ def run_learner(
     flag = StopFlag()
     with flag.installed((*DEFAULT_SIGNALS, config.cluster.signal)):
         with timeline.phase(0, Phase.SETUP):
-            run = _build(config, plan, attempt, join(config, attempt, world), flag)
+            timeline.part(GROUPS)
+            joined = join(config, attempt, world)
+            run = _build(config, plan, attempt, joined, flag, timeline)
         try:
             return train(run, timeline)
         finally:
@@ -55,18 +60,27 @@ def run_learner(
 
 
 def _build(
-    config: Config, plan: JobPlan, attempt: Attempt, world: LearnerWorld, flag: StopFlag
+    config: Config,
+    plan: JobPlan,
+    attempt: Attempt,
+    world: LearnerWorld,
+    flag: StopFlag,
+    timeline: Timeline,
 ) -> OnlineRun:
     """Model, optimizer, data and clients, with the newest checkpoint loaded."""
     learner, run, control = config.learner, plan.run, world.control
+    timeline.part(DATA)
     tokenizer = load_tokenizer(Path(config.model.path)) if world.rank == 0 else None
+    timeline.part(WARM_UP)
     source = warm_up(config, run, control, tokenizer)
 
     algorithm = make_algorithm(config.algorithm, max_new_tokens=config.sampling.max_new_tokens)
     reference_path = Path(config.model.reference or source) if algorithm.needs_reference else None
     if reference_path is not None:
+        timeline.part(DIGESTS)
         pin_reference(reference_path, run, control)
 
+    timeline.part(LOAD)
     model = load_model(config, source, learner.recompute)
     reference = None
     if reference_path is not None:
@@ -81,6 +95,7 @@ def _build(
     )
     coordinator = None
     if tokenizer is not None:
+        timeline.part(DATA)
         coordinator = _coordinate(config, plan, attempt, tokenizer)
     online = OnlineRun(
         directory=run,
@@ -107,9 +122,12 @@ def _build(
         ),
         source=Path(config.model.path),
         coordinator=coordinator,
+        startup=timeline.startup,
     )
+    timeline.part(CHECKPOINT)
     online.resume()
     if coordinator is not None:
+        timeline.part(SAMPLERS)
         coordinator.pool.wait_until_ready()
     return online
 
@@ -118,7 +136,7 @@ def _coordinate(
     config: Config,
     plan: JobPlan,
     attempt: Attempt,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
 ) -> Coordinator:
     """What rank 0 holds beside its share of the model."""
     run: RunDir = plan.run

@@ -3,8 +3,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.config import Config
@@ -18,6 +17,9 @@ from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.runs import open_examples
 from hpc_rlhf.stages.world import load_model
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY = 50
@@ -27,7 +29,7 @@ def warm_up(
     config: Config,
     run: RunDir,
     control: ControlGroup,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> Path:
     """Return the Hugging Face directory that online training starts from.
 

@@ -9,7 +9,12 @@ WORKER_EXTENSION = "hpc_rlhf.sync.receiver.WorkerExtension"
 
 def register() -> None:
     """Register the staged weight receiver; may be called many times in one process."""
-    _end_with_the_server()
+    import multiprocessing
+
+    parent = multiprocessing.parent_process()  # None: the server, or an engine in another program
+    if parent is not None and parent.pid is not None:  # where vLLM had to spawn it
+        end_with(parent.pid)
+
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -18,23 +23,43 @@ def register() -> None:
         )
 
 
-def _end_with_the_server() -> None:
-    """Let an engine process or worker end when its server does, and not before (Linux only).
+def end_with(parent: int) -> None:
+    """Let this engine process or worker end when its parent does, and not before (Linux only).
 
     The kernel ends it when its parent has died: it would keep the GPUs of a server that was killed.
     And SIGTERM, which Slurm sends to every process of a job that it preempts, is not delivered: the
     server has samples to hand over, and ends its engine when that is done.
+
+    Args:
+        parent: its process id, which may be dead already.
     """
     import ctypes
-    import multiprocessing
     import os
     import signal
 
-    parent = multiprocessing.parent_process()
-    if parent is None:  # the server itself, or an engine inside another program
-        return
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before the call
+    if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_forks_with_their_parent() -> None:
+    """:func:`end_with` for every process that is forked from this one, from its first moment on."""
+    import os
+    import signal
+
+    parent = 0
+
+    def before() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
+    def in_child() -> None:
+        # The server's: its event loop would hear of the engine's signals through the descriptor.
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        end_with(parent)
+
+    os.register_at_fork(before=before, after_in_child=in_child)

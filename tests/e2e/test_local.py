@@ -25,7 +25,16 @@ def test_run_completes_and_is_not_run_again(tmp_path: Path) -> None:
     assert len(lines) == 3
     assert all("reward" in line and "KL" in line and "tok/s" in line for line in lines)
 
+    started = read_json(command.run_dir.attempt(1).startup)
+    assert f"start-up {started['seconds']:.1f} s: launch " in done.stderr
+    assert sum(started["parts"].values()) == pytest.approx(started["seconds"], abs=0.1)
+    assert {"imports", "groups", "samplers", "sync", "first token"} <= started["parts"].keys()
+    assert {"imports", "engine", "server"} <= started["samplers"]["0"].keys()
+    assert "set-up: imports " in done.stdout
+
     first = command.metrics()[0]
+    assert first["startup/seconds"] == pytest.approx(started["seconds"], abs=0.01)
+    assert "startup/seconds" not in command.metrics()[1]
     assert 0 <= first["reward/mean"] <= 1
     assert abs(first["kl"]) < 1e-6  # the policy is the reference before the first update
     # fp32 on both sides: learner and sampler agree on the tokens that were sampled

@@ -104,6 +104,7 @@ def _main(options: dict[str, object]) -> None:
         replica=server.replica,
         world=World("sampler", 0, 1, 0, "localhost", "local-tests", server.attempt),
         address="127.0.0.1",
+        cache=run.engine_cache(server.replica),
         model=ModelConfig(path=server.model, max_sequence_tokens=MAX_SEQUENCE_TOKENS),
         sampler=SamplerConfig(
             tensor_parallel=server.tensor_parallel,

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.errors import ExitCode
-from hpc_rlhf.fs import read_json
+from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.launch import claim as claims
 from hpc_rlhf.launch import supervisor
 from hpc_rlhf.launch.claim import Holder, hold, take
@@ -97,6 +97,22 @@ def test_killed_learner_rank_ends_everything_and_is_named(
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert last.endswith(ended["reason"] + "; attempt 1 ends")
     assert last in (attempt.attempt.path / "logs/supervisor.log").read_text()
+
+
+def test_says_once_how_long_the_start_took(
+    driver: Driver, capfd: pytest.CaptureFixture[str]
+) -> None:
+    attempt = Supervised(driver.plan())
+    driver.wait_started("learner-0")
+    report = {"seconds": 21.4, "parts": {"imports": 20.4, "sync": 1}, "samplers": {}}
+    publish_json(attempt.attempt.startup, report)
+    log = attempt.attempt.path / "logs/supervisor.log"
+    wait_until(lambda: "start-up" in log.read_text(), "the start-up to be said")
+    time.sleep(1.2)
+    driver.do("finish")
+    attempt.wait()
+    assert log.read_text().count("start-up 21.4 s: imports 20.4 | sync 1.0\n") == 1
+    assert "start-up 21.4 s" in capfd.readouterr().err
 
 
 def test_the_first_exception_is_the_reason(driver: Driver) -> None:
