@@ -54,7 +54,8 @@ def run_here(config: Config, run: RunDir) -> ExitCode:
 def _table(run: RunDir, console: Console) -> Iterator[None]:
     """Follow the run's metrics in a thread: the main one has the signals."""
     stop = threading.Event()
-    thread = threading.Thread(target=follow, args=(run, stop.is_set, console), name="table")
+    newest = max(run.attempt_numbers(), default=0)
+    thread = threading.Thread(target=follow, args=(run, stop.is_set, console, newest), name="table")
     thread.start()
     try:
         yield

@@ -17,36 +17,48 @@ from hpc_rlhf.types import Phase
 
 _POLL_S = 0.5
 _SHOWN_STEPS = 15
+_SHOWN_PART_S = 0.05  # of the set-up
 _ENDS = 5  # steps at each end of the run that the summary compares
 
 REWARD = "reward/mean"
 
-# metric, heading, format
-_COLUMNS = (
-    (REWARD, "reward", "{:.3f}"),
-    ("kl", "KL", "{:.4f}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("response_length/mean", "length", "{:.1f}"),
-    ("rollout/tokens_per_second", "tok/s", "{:.0f}"),
-    ("time/step", "s", "{:.2f}"),
-    *((f"time/{phase}", phase.value, "{:.2f}") for phase in Phase if phase is not Phase.SETUP),
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+Column = tuple[str, str, Callable[[float], str]]
+"""Metric, heading, format."""
+
+_COLUMNS: tuple[Column, ...] = (
+    (REWARD, "reward", "{:.3f}".format),
+    ("kl", "KL", "{:.4f}".format),
+    ("entropy", "entropy", "{:.3f}".format),
+    ("response_length/mean", "length", "{:.1f}".format),
+    ("rollout/tokens_per_second", "tok/s", "{:.0f}".format),
+    ("time/step", "s", _seconds),
+    *(
+        (f"time/{phase}", "save" if phase is Phase.CHECKPOINT else phase.value, _seconds)
+        for phase in Phase
+        if phase is not Phase.SETUP
+    ),
 )
 _LEARNING_COLUMNS = 4  # the first ones; the others are speed
 
 # of the offline stages, where a record has them
-_OFFLINE_COLUMNS = (
-    ("loss", "loss", "{:.4f}"),
-    ("eval/loss", "held-out loss", "{:.4f}"),
-    ("pair/accuracy", "accuracy", "{:.3f}"),
-    ("eval/pair/accuracy", "held-out accuracy", "{:.3f}"),
-    ("pair/margin", "margin", "{:.3f}"),
-    ("eval/pair/margin", "held-out margin", "{:.3f}"),
-    ("score/std", "score std", "{:.3f}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("grad_norm", "gradient", "{:.3g}"),
-    ("lr", "LR", "{:.2e}"),
-    ("train/tokens_per_second", "tok/s", "{:.0f}"),
-    ("time/step", "s", "{:.2f}"),
+_OFFLINE_COLUMNS: tuple[Column, ...] = (
+    ("loss", "loss", "{:.4f}".format),
+    ("eval/loss", "held-out loss", "{:.4f}".format),
+    ("pair/accuracy", "accuracy", "{:.3f}".format),
+    ("eval/pair/accuracy", "held-out accuracy", "{:.3f}".format),
+    ("pair/margin", "margin", "{:.3f}".format),
+    ("eval/pair/margin", "held-out margin", "{:.3f}".format),
+    ("score/std", "score std", "{:.3f}".format),
+    ("entropy", "entropy", "{:.3f}".format),
+    ("grad_norm", "gradient", "{:.3g}".format),
+    ("lr", "LR", "{:.2e}".format),
+    ("train/tokens_per_second", "tok/s", "{:.0f}".format),
+    ("time/step", "s", _seconds),
 )
 _OFFLINE_LEARNING_COLUMNS = 8
 _SCALE_NOTE = "only differences between answers to one prompt mean something; the scale does not"
@@ -58,25 +70,38 @@ _COUNTS = (
 )
 
 
-def follow(run: RunDir, stop: Callable[[], bool], console: Console) -> None:
-    """Show the steps of ``run`` as they are recorded, until ``stop()``.
+def follow(
+    run: RunDir, stop: Callable[[], bool], console: Console, after_attempt: int | None = None
+) -> None:
+    """Show the next attempt of ``run`` until ``stop()``: its set-up by parts, then its steps.
 
     On a terminal a live table of the last steps and the phase under way; else a plain line for each
     new step.
+
+    Args:
+        after_attempt: the newest one that is over; default: the newest that there is.
     """
     path = run.metrics / METRICS_FILE
     records = _Unchanged(path)
+    if after_attempt is None:
+        after_attempt = max(run.attempt_numbers(), default=0)
+    setup = _SetUp(run, after_attempt)
+    shown = max(map(_order, records.read()), default=(0, 0))
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
             while not stop():
-                table = _table(records.read()[-_SHOWN_STEPS:])
-                live.update(Group(table, _progress(run)), refresh=True)
+                for text in setup.lines():
+                    console.print(text, highlight=False)
+                under_way = Text(setup.under_way)
+                table = _table(records.read()[-_SHOWN_STEPS:], console.width)
+                live.update(Group(table, under_way) if setup.over else under_way, refresh=True)
                 time.sleep(_POLL_S)
-            live.update(_table(records.read()[-_SHOWN_STEPS:]), refresh=True)
+            live.update(_table(records.read()[-_SHOWN_STEPS:], console.width), refresh=True)
         return
-    shown = max(map(_order, records.read()), default=(0, 0))
     while True:
         ending = stop()  # asked first, so that what is recorded by then is shown
+        for text in setup.lines():
+            console.print(text, highlight=False, soft_wrap=True)
         for record in records.read():
             if _order(record) > shown:
                 shown = _order(record)
@@ -84,6 +109,37 @@ def follow(run: RunDir, stop: Callable[[], bool], console: Console) -> None:
         if ending:
             return
         time.sleep(_POLL_S)
+
+
+class _SetUp:
+    """The set-up of one attempt as the coordinator publishes it, and what it does after that."""
+
+    def __init__(self, run: RunDir, after_attempt: int) -> None:
+        self._run = run
+        self._after_attempt = after_attempt
+        self._shown: dict[str, float] = {}  # part -> seconds
+        self.over = False
+        self.under_way = "starting"
+
+    def lines(self) -> list[str]:
+        """A line for each part that has ended since the last call."""
+        number = max(self._run.attempt_numbers(), default=0)
+        path = self._run.attempt(number).progress
+        if number <= self._after_attempt or not path.exists():
+            return []
+        progress = read_json(path)
+        waited = time.time() - progress["time"]
+        self.over = progress["phase"] != Phase.SETUP
+        doing = progress["phase"] if self.over else progress.get("part", progress["phase"])
+        where = f"step {progress['step']}" if self.over else "set-up"
+        self.under_way = f"{where}: {doing} ({waited:.0f} s)"
+        lines = []
+        for part, seconds in progress.get("startup", {}).items():
+            spent = seconds - self._shown.get(part, 0.0)
+            if part != progress["part"] and spent >= _SHOWN_PART_S:
+                lines.append(f"set-up: {part} {spent:.1f} s")
+                self._shown[part] = seconds
+        return lines
 
 
 class _Unchanged:
@@ -117,7 +173,7 @@ def line(record: Mapping[str, Any]) -> str:
     return f"step {record['step']:>4}  " + "  ".join(cells)
 
 
-def _columns(records: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str, str]]:
+def _columns(records: Sequence[Mapping[str, Any]]) -> Sequence[Column]:
     """Those of the stage that the records are of."""
     if not any("epoch" in record for record in records):
         return _COLUMNS
@@ -142,7 +198,7 @@ def summary(run: RunDir) -> Table | Text:
         first, last = having[:ends], having[-ends:]
         a, b = _mean(first, name), _mean(last, name)
         if a is not None and b is not None:
-            text = f"{form.format(a)} -> {form.format(b)}"
+            text = f"{form(a)} -> {form(b)}"
             if name == REWARD:
                 text += (
                     f"   ({b - a:+.3f}; means of the first {len(first)} and last {len(last)} steps)"
@@ -157,6 +213,10 @@ def summary(run: RunDir) -> Table | Text:
         if count:
             table.add_row(heading, f"{count:.0f}")
     seconds = {phase: _total(records, f"time/{phase}") for phase in Phase}
+    # the first token's part of the start is in the time of its step
+    seconds[Phase.SETUP] = _total(records, "startup/seconds") - _total(
+        records, "startup/first_token"
+    )
     total = _total(records, "time/step") + seconds[Phase.SETUP]
     shares = [f"{phase} {spent / total:.0%}" for phase, spent in seconds.items() if spent]
     table.add_row("steps", f"{len(records)} in {total:.0f} s: {', '.join(shares)}")
@@ -177,32 +237,28 @@ def summary(run: RunDir) -> Table | Text:
     return table
 
 
-def _table(records: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table()
+def _table(records: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """The columns that ``width`` has room for, the first ones first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    steps = [str(record["step"]) for record in records]
     table.add_column("step", justify="right")
-    columns = _columns(records)
-    for _, heading, _ in columns:
+    columns = []
+    room = width - max(map(len, ["step", *steps])) - 1
+    for name, heading, form in _columns(records):
+        cells = [_cell(record, name, form) for record in records]
+        room -= max(map(len, [*heading.split(), *cells])) + 1
+        if room < 0:
+            break
         table.add_column(heading, justify="right")
-    for record in records:
-        cells = [_cell(record, name, form) for name, _, form in columns]
-        table.add_row(str(record["step"]), *cells)
+        columns.append(cells)
+    for row in zip(steps, *columns, strict=True):
+        table.add_row(*row)
     return table
 
 
-def _progress(run: RunDir) -> Text:
-    """The phase that the newest attempt is in."""
-    numbers = run.attempt_numbers()
-    path = run.attempt(numbers[-1]).progress if numbers else None
-    if path is None or not path.exists():
-        return Text("starting")
-    progress = read_json(path)
-    waited = time.time() - progress["time"]
-    return Text(f"step {progress['step']}: {progress['phase']} ({waited:.0f} s)")
-
-
-def _cell(record: Mapping[str, Any], name: str, form: str) -> str:
+def _cell(record: Mapping[str, Any], name: str, form: Callable[[float], str]) -> str:
     value = record.get(name)
-    return "-" if value is None else form.format(value)
+    return "-" if value is None else form(value)
 
 
 def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -13,6 +13,7 @@ from hpc_rlhf.fs import publish_json
 from hpc_rlhf.observe.metrics import METRICS_FILE, MetricsWriter
 from hpc_rlhf.observe.table import follow, line, summary
 from hpc_rlhf.run_dir import RunDir
+from hpc_rlhf.types import Phase
 
 
 @pytest.fixture
@@ -117,17 +118,63 @@ def test_a_run_without_metrics_yet(run: RunDir) -> None:
 
 def test_the_live_table_has_the_last_steps_and_the_phase(run: RunDir) -> None:
     _record(run, range(1, 31))
-    publish_json(
-        run.new_attempt().progress, {"step": 31, "phase": "rollout", "time": time.time() - 3}
-    )
     console = _console(terminal=True)
     with _following(run, console):
-        _await(console, "step 31: rollout (3 s)")
+        progress = {"step": 31, "phase": "rollout", "time": time.time() - 3}
+        publish_json(run.new_attempt().progress, progress)
+        _await(console, "step 31: rollout (")
     text = _text(console)
     for heading in ("reward", "KL", "entropy", "length", "tok/s", "rollout", "train", "sync"):
         assert heading in text
     assert "1.500" in text  # the reward of step 30
     assert "0.750" not in text  # step 15 is out of the window
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_set_up_is_a_line_for_each_part_and_no_table(run: RunDir, terminal: bool) -> None:
+    _record(run, range(1, 3))
+    old = run.new_attempt()
+    publish_json(old.progress, {"step": 2, "phase": "train", "time": time.time()})
+    console = _console(terminal=terminal)
+    with _following(run, console):
+        attempt = run.new_attempt()
+        progress = {"step": 0, "phase": "setup", "time": time.time(), "part": "groups"}
+        parts = {"launch": 0.01, "imports": 5.21, "groups": 0.3}
+        publish_json(attempt.progress, {**progress, "startup": parts})
+        _await(console, "set-up: imports 5.2 s")
+        progress["part"] = "load"
+        publish_json(attempt.progress, {**progress, "startup": {**parts, "groups": 1.0, "load": 0}})
+        _await(console, "set-up: groups 1.0 s")
+        during = _text(console)
+        publish_json(attempt.progress, {**progress, "step": 3, "phase": "rollout", "startup": {}})
+        time.sleep(1)
+    assert during.count("imports") == 1
+    assert "launch" not in during  # nothing worth a line
+    assert "KL" not in during
+    assert "train" not in during  # of the attempt before
+    assert ("set-up: load" in during) == terminal
+    assert ("KL" in _text(console)) == terminal
+
+
+def test_the_live_table_fits_80_columns(run: RunDir) -> None:
+    values = {f"time/{phase}": 12.34 for phase in Phase}
+    values |= {"reward/mean": -0.123, "kl": 0.0123, "rollout/tokens_per_second": 123456.0}
+    _record(run, range(9999, 10001), **values, **{"time/step": 1234.5})
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with _following(run, console):
+        progress = {"step": 10001, "phase": "rollout", "time": time.time()}
+        publish_json(run.new_attempt().progress, progress)
+        _await(console, "step 10001: rollout")
+    text = _text(console)
+    for cell in ("10000", "-0.123", "0.0123", "123456", "1234", "12.34", "rollout", "save"):
+        assert cell in text
+    assert "…" not in text
+    console = Console(file=io.StringIO(), force_terminal=True, width=40)
+    with _following(run, console):
+        publish_json(run.new_attempt().progress, progress)
+        _await(console, "step 10001: rollout")
+    assert "-0.123 0.0123" in _text(console)
+    assert "save" not in _text(console)  # no room: left out rather than cut short
 
 
 def test_a_value_that_is_missing_is_a_dash() -> None:
@@ -159,7 +206,7 @@ def test_the_summary_compares_both_ends(run: RunDir) -> None:
 
 
 def test_the_summary_counts_the_start_of_every_attempt(run: RunDir) -> None:
-    values: dict[str, Any] = {"time/setup": 10.0}
+    values: dict[str, Any] = {"startup/seconds": 10.5, "startup/first_token": 0.5}
     _record(run, range(1, 2), attempt=1, **values)
     _record(run, range(2, 3), attempt=2, **values)
     assert "2 in 24 s: setup 83%" in _summary(run)
