@@ -145,7 +145,7 @@ def _composed(arguments: argparse.Namespace) -> "Config | None":
         return None
     preflight.check_settings(config)
     check_resume(config)
-    if config.assets is not None:
+    if config.assets:
         from hpc_rlhf.data import quickstart
 
         quickstart.prepare(config.assets)

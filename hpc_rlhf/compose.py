@@ -4,7 +4,6 @@ Hydra's own compose API, so overrides, groups and ``--cfg`` behave as its users 
 ``hydra.main``, which would make a working directory of its own for every command.
 """
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import Enum
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import hpc_rlhf
+from hpc_rlhf import schema
 from hpc_rlhf.config import Config, Stage
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.fs import publish_text
@@ -55,14 +55,62 @@ def compose(overrides: Sequence[str], *, config_directory: Path | None = None) -
         if not config_directory.is_dir():
             raise UserError(f"--config-dir {config_directory}: no such directory")
         searchpath = [f"hydra.searchpath=[file://{config_directory.resolve()}]"]
+    checked = _checked_overrides(overrides, config_directory)
     try:
         with initialize_config_dir(str(CONFIG_DIRECTORY), version_base="1.3"):
-            node = hydra_compose("config", overrides=[*overrides, *searchpath])
+            node = hydra_compose("config", overrides=[*checked, *searchpath])
         config = _to_config(node)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, overrides)) from error
     _make_paths_absolute(config)
     return config
+
+
+def _checked_overrides(overrides: Sequence[str], config_directory: Path | None) -> list[str]:
+    """The overrides as Hydra needs them; none of a key that no field and no group has.
+
+    Hydra itself accepts any key behind a ``+``. A key of a dictionary that is the user's own
+    (``cluster.extra.mail-type=END``) needs no sign here.
+
+    Raises:
+        UserError: names the key, and the one that was probably meant.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    groups = _groups(CONFIG_DIRECTORY) | (_groups(config_directory) if config_directory else set())
+    free = {name for name, kind in schema.fields().items() if schema.is_free(kind)}
+    sections = {name.rpartition(".")[0] for name in schema.fields()} - {""}
+    parser = OverridesParser.create()
+    checked = []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise UserError(_explain(error, overrides)) from error
+        key = str(override.key_or_group)
+        is_free = any(key == name or key.startswith(f"{name}.") for name in free)
+        if is_free:
+            text = override.input_line or text
+            checked.append(text if override.is_delete() else f"++{text.lstrip('+')}")
+            continue
+        if override.is_delete():
+            raise UserError(f"{text}: a field cannot be deleted; give it a value, or null")
+        if key not in schema.fields() and key not in groups and key not in sections:
+            close = schema.closest(key, [*schema.fields(), *groups])
+            hint = f"; did you mean {close}?" if close else ""
+            raise UserError(
+                f"{text}: there is no field and no group of configurations of the name {key!r}{hint}\n"
+                "  `hpc-rlhf run --cfg job ...` prints every field"
+            )
+        checked.append(text)
+    return checked
+
+
+def _groups(directory: Path) -> set[str]:
+    """Names of the groups in a directory of configurations: its sub-directories of YAML files."""
+    files = directory.glob("*/**/*.yaml")
+    return {str(path.parent.relative_to(directory)) for path in files}
 
 
 def _make_paths_absolute(config: Config) -> None:
@@ -141,18 +189,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     kept = [line for line in dict.fromkeys(lines) if not line.startswith((*noise, "To append"))]
     text = "; ".join(kept) or type(error).__name__
     return (
-        f"configuration: {text}{_suggestion(overrides, text)}\n"
+        f"configuration: {text}\n"
         f"  overrides: {' '.join(overrides) or '(none)'}\n"
         "  `hpc-rlhf run --cfg job ...` prints every field; "
         "quote values that hold '=' or blanks: 'model.path=\"/a=b\"'"
     )
-
-
-def _suggestion(overrides: Sequence[str], text: str) -> str:
-    """``; did you mean run.name?`` for a key that the message names and no field has."""
-    known = [name for name, _ in _leaves("", asdict(Config()))]
-    for key in (override.partition("=")[0].lstrip("+~") for override in overrides):
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-        if key not in known and f"'{key}'" in text and close and "Available" not in text:
-            return f"; did you mean {close[0]}?"
-    return ""

@@ -438,6 +438,5 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    assets: dict[str, Any] | None = (
-        None  # quickstart only: what to generate, see data/quickstart.py
-    )
+    # quickstart only: what to generate, see data/quickstart.py; empty: nothing
+    assets: dict[str, Any] = field(default_factory=dict)

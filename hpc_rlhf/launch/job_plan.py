@@ -134,24 +134,15 @@ def plan_job(config: Config, run_dir: Path) -> JobPlan:
     """Derive the job from the configuration.
 
     Raises:
-        UserError: a number that no scheduler can serve (nodes, tasks, memory, time).
+        UserError: a signal or an option that no scheduler can serve. The numbers by themselves are
+            the planner's to check.
     """
     cluster = config.cluster
-    if cluster.time_min < 1:
-        # a time limit of 0 is accepted by some sites and then stays pending for ever
-        raise UserError(f"cluster.time_min={cluster.time_min}: must be at least 1 minute")
-    if cluster.signal_delay_s < 0:
-        raise UserError(f"cluster.signal_delay_s={cluster.signal_delay_s}: must not be negative")
     if cluster.signal_delay_s >= 60 * cluster.time_min:
         raise UserError(
             f"cluster.signal_delay_s={cluster.signal_delay_s}: so long before the end of "
             f"cluster.time_min={cluster.time_min} the job would be asked to stop at its start; it must "
             "hold a save, and leave the rest to the run"
-        )
-    if config.run.max_attempts_without_progress < 1:
-        raise UserError(
-            f"run.max_attempts_without_progress={config.run.max_attempts_without_progress}: "
-            "must be at least 1"
         )
     try:
         signal_number(cluster.signal)
@@ -209,14 +200,6 @@ def component_command(
 
 def _resources(component: str, config: ComponentResources) -> Resources:
     where = f"cluster.{component}"
-    for name in ("nodes", "tasks_per_node", "cpus_per_task"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{where}.{name}={getattr(config, name)}: must be at least 1")
-    if config.gpus_per_node < 0:
-        raise UserError(f"{where}.gpus_per_node={config.gpus_per_node}: must not be negative")
-    if config.mem_per_node_mb is not None and config.mem_per_node_mb < 1:
-        # 0 would ask for all of a node's memory and keep the other components off it
-        raise UserError(f"{where}.mem_per_node_mb={config.mem_per_node_mb}: must be at least 1")
     return Resources(
         nodes=config.nodes,
         tasks_per_node=config.tasks_per_node,

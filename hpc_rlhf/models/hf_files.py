@@ -22,8 +22,7 @@ from hpc_rlhf.models.hf_layout import (
     HfModelSpec,
     HfTensor,
     Piece,
-    hf_tensors_of,
-    ignorable,
+    check_tensors,
     stage_parameters,
 )
 
@@ -73,23 +72,8 @@ class HfWeights:
         Raises:
             UserError: names the tensors that are missing, unknown or of another shape.
         """
-        expected = {tensor.name: tensor.shape for tensor in hf_tensors_of(spec)}
-        expected = {n: s for n, s in expected.items() if n in self or n not in optional}
-        if missing := sorted(expected.keys() - self._files.keys()):
-            raise UserError(f"{self.directory}: tensors are missing: {_some(missing)}")
-        if unknown := sorted(
-            n for n in self._files.keys() - expected.keys() if not ignorable(spec, n)
-        ):
-            raise UserError(
-                f"{self.directory}: tensors that a {spec.family} model with this config.json "
-                f"does not have: {_some(unknown)}"
-            )
-        for name, shape in expected.items():
-            found = tuple(self._slice(name).get_shape())
-            if found != shape:
-                raise UserError(
-                    f"{self.directory}: {name} has shape {found}, config.json says {shape}"
-                )
+        shapes = {name: tuple(self._slice(name).get_shape()) for name in self._files}
+        check_tensors(spec, shapes, where=self.directory, optional=optional)
 
     def read(self, piece: Piece) -> torch.Tensor:
         """Read one slice, in the dtype of the file, on the CPU."""
@@ -117,11 +101,6 @@ class HfWeights:
                 raise UserError(f"{path}: cannot be read as safetensors ({error})") from None
             self._open[path] = self._stack.enter_context(opened)
         return self._open[path]
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ weight sync copy them back; there is no second place that knows the layout.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -262,6 +262,42 @@ def ignorable(spec: HfModelSpec, name: str) -> bool:
     """Whether a checkpoint may hold tensor ``name`` although the model has no such parameter."""
     unused_head = name == LM_WEIGHT and (spec.tied_embeddings or not spec.lm_head)
     return name.endswith("rotary_emb.inv_freq") or unused_head
+
+
+def check_tensors(
+    spec: HfModelSpec,
+    found: Mapping[str, tuple[int, ...]],
+    *,
+    where: Path,
+    optional: Collection[str] = (),
+) -> None:
+    """Compare a checkpoint's names and shapes with what ``spec`` needs.
+
+    Args:
+        found: shape of each tensor of the checkpoint, by name.
+        where: its directory, for messages.
+        optional: names of tensors that may be missing.
+
+    Raises:
+        UserError: names the tensors that are missing, unknown or of another shape.
+    """
+    expected = {tensor.name: tensor.shape for tensor in hf_tensors_of(spec)}
+    expected = {n: s for n, s in expected.items() if n in found or n not in optional}
+    if missing := sorted(expected.keys() - found.keys()):
+        raise UserError(f"{where}: tensors are missing: {_some(missing)}")
+    if unknown := sorted(n for n in found.keys() - expected.keys() if not ignorable(spec, n)):
+        raise UserError(
+            f"{where}: tensors that a {spec.family} model with this config.json does not have: "
+            f"{_some(unknown)}"
+        )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise UserError(f"{where}: {name} has shape {found[name]}, config.json says {shape}")
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def _layer(spec: HfModelSpec, local: int, index: int, tensor: int) -> Iterator[ShardedParameter]:

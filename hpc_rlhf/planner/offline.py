@@ -14,6 +14,7 @@ from hpc_rlhf.data.records import BadRecord, read_records
 from hpc_rlhf.data.tokens import TokenDataset
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.models.hf_layout import HfModelSpec
+from hpc_rlhf.planner.weights import check_weights
 from hpc_rlhf.runs import open_examples
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def _check_reference(config: Config, spec: HfModelSpec) -> None:
             f"model.reference={directory}: a vocabulary of {reference.vocab_size}, but the policy's "
             f"has {spec.vocab_size}; they must read the same tokens"
         )
+    check_weights(directory, reference.with_heads(lm=True, score=False))
 
 
 def _is_chat(path: str, config: Config) -> bool:

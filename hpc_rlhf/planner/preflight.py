@@ -24,8 +24,10 @@ from hpc_rlhf.data.chat import check_chat_template, check_special_tokens, load_t
 from hpc_rlhf.data.prompts import DROP, ERROR, PromptDataset
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch.job_plan import plan_job
-from hpc_rlhf.models.hf_layout import HfModelSpec
+from hpc_rlhf.models.hf_layout import SCORE_WEIGHT, HfModelSpec
 from hpc_rlhf.planner import offline
+from hpc_rlhf.planner.bounds import check_bounds
+from hpc_rlhf.planner.weights import check_weights
 from hpc_rlhf.runs import open_examples
 from hpc_rlhf.scoring.rules import make_rule
 from hpc_rlhf.scoring.verifiers import check_reward
@@ -112,85 +114,21 @@ def _check_numbers(config: Config) -> None:
             f"run.name={config.run.name!r}: expected a plain directory name of at most 100 "
             "letters, digits and ._=+-; run.root says where it is"
         )
-    positive = {
-        "run.steps": config.run.steps,
-        "run.prompts_per_step": config.run.prompts_per_step,
-        "model.max_sequence_tokens": config.model.max_sequence_tokens,
-        "learner.micro_batch_tokens": config.learner.micro_batch_tokens,
-        "learner.logprob_chunk_tokens": config.learner.logprob_chunk_tokens,
-        "learner.collective_timeout_s": config.learner.collective_timeout_s,
-        "algorithm.epochs": config.algorithm.epochs,
-        "algorithm.mini_batches": config.algorithm.mini_batches,
-        "sampling.samples_per_prompt": config.sampling.samples_per_prompt,
-        "sampling.max_new_tokens": config.sampling.max_new_tokens,
-        "sampling.temperature": config.sampling.temperature,
-        "sampling.top_p": config.sampling.top_p,
-        "sampler.tensor_parallel": config.sampler.tensor_parallel,
-        "sampler.gpu_memory_utilization": config.sampler.gpu_memory_utilization,
-        "sampler.max_concurrency": config.sampler.max_concurrency,
-        "sampler.start_timeout_s": config.sampler.start_timeout_s,
-        "sampler.request_timeout_s": config.sampler.request_timeout_s,
-        "data.max_prompt_tokens": config.data.max_prompt_tokens,
-        "reward.timeout_s": config.reward.timeout_s,
-        "reward.workers": config.reward.workers,
-        "sync.bucket_bytes": config.sync.bucket_bytes,
-        "sync.timeout_s": config.sync.timeout_s,
-        "sync.attempts": config.sync.attempts,
-        "checkpoint.every_steps": config.checkpoint.every_steps,
-        "warmup.batch_size": config.warmup.batch_size,
-        "offline.batch_size": config.offline.batch_size,
-        "offline.eval_every_steps": config.offline.eval_every_steps,
-        "offline.eval_examples": config.offline.eval_examples,
-        "dpo.beta": config.dpo.beta,
-    }
-    for name, value in positive.items():
-        if not value > 0:
-            raise UserError(f"{name}={value}: must be greater than 0")
-    optimizer = config.learner.optimizer
-    if not optimizer.lr > 0:
-        raise UserError(
-            f"learner.optimizer.lr={optimizer.lr}: must be greater than 0, or nothing is learned"
-        )
-    not_negative = {
-        "run.seed": config.run.seed,
-        "learner.optimizer.min_lr": optimizer.min_lr,
-        "learner.optimizer.warmup_steps": optimizer.warmup_steps,
-        "learner.optimizer.weight_decay": optimizer.weight_decay,
-        "learner.optimizer.clip_grad": optimizer.clip_grad,
-        "algorithm.clip_low": config.algorithm.clip_low,
-        "algorithm.clip_high": config.algorithm.clip_high,
-        "algorithm.entropy_coef": config.algorithm.entropy_coef,
-        "algorithm.kl.coef": config.algorithm.kl.coef,
-        "algorithm.kl.gain": config.algorithm.kl.gain,
-        "algorithm.overlong.penalty": config.algorithm.overlong.penalty,
-        "algorithm.off_policy.warn_kl": config.algorithm.off_policy.warn_kl,
-        "sampling.top_k": config.sampling.top_k,  # 0: all tokens
-        "sampler.max_restarts": config.sampler.max_restarts,
-        "checkpoint.keep": config.checkpoint.keep,  # 0: all of them
-        "warmup.steps": config.warmup.steps,
-        "offline.max_skipped_steps": config.offline.max_skipped_steps,
-        "reward_model.centering": config.reward_model.centering,
-        "dpo.label_smoothing": config.dpo.label_smoothing,
-    }
-    for name, number in not_negative.items():
-        if not number >= 0:
-            raise UserError(f"{name}={number}: must not be negative")
+    check_bounds(config)
     samples = config.run.prompts_per_step * config.sampling.samples_per_prompt
     if config.algorithm.mini_batches > samples:
         raise UserError(
             f"algorithm.mini_batches={config.algorithm.mini_batches}: a step has only {samples} "
             "samples (run.prompts_per_step x sampling.samples_per_prompt)"
         )
-    if config.sampling.top_p > 1:
-        raise UserError(f"sampling.top_p={config.sampling.top_p}: must be at most 1")
-    if not 0 <= config.reward.max_failure_fraction <= 1:
+    optimizer = config.learner.optimizer
+    if optimizer.min_lr > optimizer.lr:
         raise UserError(
-            f"reward.max_failure_fraction={config.reward.max_failure_fraction}: expected 0 to 1"
+            f"learner.optimizer.min_lr={optimizer.min_lr}: where the learning rate ends, must not be "
+            f"greater than lr={optimizer.lr}"
         )
     if config.warmup.steps and config.warmup.demonstrations is None:
         raise UserError("warmup.steps needs warmup.demonstrations, a JSONL file")
-    if config.warmup.steps and not config.warmup.lr > 0:
-        raise UserError(f"warmup.lr={config.warmup.lr}: must be greater than 0")
 
 
 def _check_data(data: DataConfig, stage: Stage) -> None:
@@ -220,11 +158,6 @@ def _check_data(data: DataConfig, stage: Stage) -> None:
 
 def _check_layout(config: Config) -> None:
     parallel = config.learner.parallel
-    if parallel.tensor < 1 or parallel.pipeline < 1:
-        raise UserError(
-            f"learner.parallel: tensor={parallel.tensor} pipeline={parallel.pipeline}: "
-            "must be at least 1"
-        )
     resources = config.cluster.learner
     ranks = resources.nodes * resources.tasks_per_node
     if ranks % (parallel.tensor * parallel.pipeline):
@@ -259,26 +192,17 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.group_baseline=true: of algorithm.name={AlgorithmName.REINFORCE_PLUS_PLUS} "
             f"only, {algorithm.name} has a baseline of its own"
         )
-    fraction = algorithm.overlong.buffer_fraction
-    if not 0 <= fraction <= 1:
-        raise UserError(
-            f"algorithm.overlong.buffer_fraction={fraction}: a part of sampling.max_new_tokens, "
-            "expected 0 to 1"
-        )
     _check_kl(config)
     _check_off_policy(algorithm.off_policy)
 
 
 def _check_kl(config: Config) -> None:
     kl = config.algorithm.kl
-    if kl.target is not None:
-        if not kl.target > 0:
-            raise UserError(f"algorithm.kl.target={kl.target}: must be greater than 0")
-        if kl.coef == 0:
-            raise UserError(
-                "algorithm.kl.target: an adaptive coefficient is multiplied, so that "
-                "algorithm.kl.coef=0 stays 0; give it a coefficient to start from"
-            )
+    if kl.target is not None and kl.coef == 0:
+        raise UserError(
+            "algorithm.kl.target: an adaptive coefficient is multiplied, so that "
+            "algorithm.kl.coef=0 stays 0; give it a coefficient to start from"
+        )
     if config.model.reference is not None:
         reference = Path(config.model.reference)
         if not reference.is_dir():
@@ -293,11 +217,6 @@ def _check_off_policy(off_policy: OffPolicyConfig) -> None:
             f"algorithm.off_policy.weight={off_policy.weight}: with proximal=sampler the ratio "
             "itself is against the sampler, and a weight would count it twice; use weight=none or "
             "proximal=learner"
-        )
-    if not off_policy.weight_cap >= 1:
-        raise UserError(
-            f"algorithm.off_policy.weight_cap={off_policy.weight_cap}: must be at least 1, the "
-            "weight of samples of the learner's own policy"
         )
     for name in ("token_bounds", "sequence_bounds", "geometric_bounds"):
         bounds = getattr(off_policy, name)
@@ -325,8 +244,12 @@ def _check_engine(config: Config) -> None:
 def _check_model(config: Config, directory: Path) -> HfModelSpec:
     spec = HfModelSpec.from_directory(directory)
     spec.check_parallel(config.learner.parallel.tensor, config.learner.parallel.pipeline)
-    if not any(directory.glob("*.safetensors")):
-        raise UserError(f"model.path={directory}: no *.safetensors file there")
+    is_score_model = config.stage is Stage.REWARD_MODEL
+    check_weights(
+        directory,
+        spec.with_heads(lm=not is_score_model, score=is_score_model),
+        optional=(SCORE_WEIGHT,),
+    )
     if config.model.max_sequence_tokens > spec.max_positions:
         raise UserError(
             f"model.max_sequence_tokens={config.model.max_sequence_tokens}: the model's context is "
@@ -368,3 +291,4 @@ def _check_sampled_model(config: Config, spec: HfModelSpec) -> None:
                 f"model.reference={config.model.reference}: a vocabulary of {reference.vocab_size}, "
                 f"but the policy's has {spec.vocab_size}; KL needs the same tokens"
             )
+        check_weights(Path(config.model.reference), reference.with_heads(lm=True, score=False))

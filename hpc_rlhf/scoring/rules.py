@@ -16,10 +16,15 @@ def make_rule(name: str, pattern: str | None, function: str | None) -> Rule:
     """The rule that ``reward`` configures.
 
     Raises:
-        UserError: a pattern that does not compile, or a function that cannot be imported.
+        UserError: a pattern that does not compile or has no group, or a function that cannot be
+            imported.
     """
     compiled = None if pattern is None else _compile(pattern)
     if name == "exact":
+        if compiled is not None and not compiled.groups:
+            raise UserError(
+                f"reward.pattern={pattern!r}: has no group; put parentheses around what is the answer"
+            )
         return exact_match(compiled)
     if name == "regex":
         if compiled is None:
@@ -33,8 +38,7 @@ def make_rule(name: str, pattern: str | None, function: str | None) -> Rule:
 def exact_match(pattern: re.Pattern[str] | None) -> Rule:
     """1 if the completion, stripped, is the answer, else 0.
 
-    With a pattern, group 1 (or the whole match) of its last match in the completion is what was
-    answered, and numbers are compared as numbers: "1,234.0" is "1234".
+    With a pattern, group 1 of its last match in the completion is what was answered, and numbers are compared as numbers: "1,234.0" is "1234".
     """
 
     def rule(completion: str, answer: str | None, fields: Mapping[str, Any]) -> float:
@@ -45,7 +49,7 @@ def exact_match(pattern: re.Pattern[str] | None) -> Rule:
         matches = list(pattern.finditer(completion))
         if not matches:
             return 0.0
-        given = matches[-1].group(1 if pattern.groups else 0) or ""  # the group may be optional
+        given = matches[-1].group(1) or ""  # the group may be optional
         return float(normalize(given) == normalize(answer))
 
     return rule

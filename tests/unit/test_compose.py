@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rlhf import compose
+from hpc_rlhf import compose, schema
 from hpc_rlhf.config import Het, KlEstimator, Launcher
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.planner.preflight import check_settings
@@ -54,6 +54,54 @@ def test_missing_values_are_named() -> None:
         compose.compose([])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "extra"),
+    [
+        (["cluster.extra.mail-type=END"], {"mail-type": "END"}),
+        (["+cluster.extra.mail-type=END"], {"mail-type": "END"}),
+        (
+            ["cluster.extra={mail-type: END, exclusive: true}"],
+            {"mail-type": "END", "exclusive": True},
+        ),
+        (["cluster.extra.hint=multithread"], {"hint": "multithread"}),
+        (
+            ["cluster.extra.mail-type=END", "~cluster.extra.hint"],
+            {"mail-type": "END", "hint": None},
+        ),
+        (["cluster.extra.begin='2030-01-01T10:00:00'"], {"begin": "2030-01-01T10:00:00"}),
+    ],
+)
+def test_dictionaries_take_any_key(
+    overrides: list[str], extra: dict[str, object], tmp_path: Path
+) -> None:
+    """Upon those of the profile; a deleted one is there no more."""
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/here.yaml").write_text("extra: {hint: nomultithread}\n")
+    config = compose.compose([*PATHS, "cluster=here", *overrides], config_directory=tmp_path)
+    expected = {"hint": "nomultithread"} | extra
+    assert config.cluster.extra == {k: v for k, v in expected.items() if v is not None}
+    compose.publish(tmp_path / "config.yaml", config)
+    assert compose.load(tmp_path / "config.yaml") == config
+
+
+def test_every_dictionary_can_be_set_on_the_command_line() -> None:
+    free = [name for name, kind in schema.fields().items() if schema.is_free(kind)]
+    assert set(free) == {
+        *("cluster.extra", "cluster.learner.extra", "cluster.sampler.extra"),
+        *("cluster.environment", "assets"),
+    }
+    config = compose.compose([*PATHS, *(f"{name}.some_key=1" for name in free)])
+    assert config.cluster.sampler.extra == config.assets == {"some_key": 1}
+    assert config.cluster.environment == {"some_key": "1"}
+
+
+def test_a_wrong_key_in_a_file_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/here.yaml").write_text("defaults: [slurm]\nacount: ab12\n")
+    with pytest.raises(UserError, match="'acount' not in 'ClusterConfig'"):
+        compose.compose([*PATHS, "cluster=here"], config_directory=tmp_path)
+
+
 def test_groups_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster/here.yaml").write_text("defaults: [slurm]\naccount: ab12\n")
@@ -66,6 +114,22 @@ def test_groups_of_the_users_own(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("run.seeed=1", "did you mean run.seed?"),
+        ("+run.seeed=1", "did you mean run.seed?"),
+        ("++run.seeed=1", "did you mean run.seed?"),
+        ("lr=1e-5", r"did you mean learner.optimizer.lr or warmup.lr\?"),
+        ("+foo=1", "no field and no group of configurations of the name 'foo'"),
+        ("experimnt=quickstart", r"did you mean experiment\?"),
+        ("+algoritm=rloo", r"did you mean algorithm\?"),
+        (
+            "experiment=quikstart",
+            "Could not find 'experiment/quikstart'; Available options.*quickst",
+        ),
+        ("cluster.learner.extr.gres=x", r"did you mean cluster.learner.extra\?"),
+        ("hydra.run.dir=/x", "no field"),
+        ("run={name: b, stepz: 3}", "Key 'stepz' not in 'RunConfig'"),
+        ("~run.seed", "cannot be deleted"),
+        ("run.steps", "missing EQUAL"),
+        ("=3", "no field"),
         ("run.steps=many", "could not be converted to Integer"),
         ("algorithm.kl.estimator=k9", r"expected one of \[K1, K2, K3\]"),
         ("model.path=/a=b", "quote values"),

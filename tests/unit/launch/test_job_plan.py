@@ -58,12 +58,8 @@ def test_component_command() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("time_min", 0, "cluster.time_min=0: must be at least 1 minute"),
         ("signal", "USR9", "cluster.signal=USR9: no signal"),
-        ("signal_delay_s", -1, "must not be negative"),
         ("signal_delay_s", 3600, "would be asked to stop at its start"),
-        ("learner", ComponentResources(nodes=0), "cluster.learner.nodes=0"),
-        ("sampler", ComponentResources(mem_per_node_mb=0), "cluster.sampler.mem_per_node_mb=0"),
         ("extra", {"--exclusive": True}, "without dashes"),
         ("extra", {"comment": "a\nb"}, "cluster.extra.comment"),
     ],

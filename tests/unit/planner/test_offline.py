@@ -68,7 +68,7 @@ def test_what_is_right(stage: str, model: Path, tmp_path: Path) -> None:
     ("stage", "overrides", "message"),
     [
         ("sft", ["sft.loss_mean=constant"], "sft.loss_mean=constant: expected token or sequence"),
-        ("sft", ["offline.batch_size=0"], "offline.batch_size=0: must be greater than 0"),
+        ("sft", ["offline.batch_size=0"], "offline.batch_size=0: must be at least 1"),
         ("sft", ["offline.eval_every_steps=0"], "offline.eval_every_steps=0"),
         ("sft", ["offline.max_skipped_steps=-1"], "offline.max_skipped_steps=-1: must not be"),
         ("reward_model", ["reward_model.centering=-1"], "reward_model.centering=-1"),

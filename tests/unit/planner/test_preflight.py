@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from hpc_rlhf import cli
 from hpc_rlhf.compose import compose
@@ -77,10 +79,13 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"run.name": "a/b"}, "run.name='a/b': expected a plain directory name"),
     ({"run.name": ""}, "run.name=''"),
     ({"run.name": ".."}, "run.name='..'"),
-    ({"run.steps": 0}, "run.steps=0: must be greater than 0"),
+    ({"run.steps": 0}, "run.steps=0: must be at least 1"),
     ({"run.prompts_per_step": 0}, "run.prompts_per_step=0: must be"),
-    ({"run.seed": -1}, "run.seed=-1: must not be negative"),
-    ({"learner.optimizer.lr": 0.0}, "learner.optimizer.lr=0.0: must be greater than 0, or nothing"),
+    ({"run.seed": -1}, "run.seed=-1: must be at least 0 and at most 4294967295"),
+    (
+        {"learner.optimizer.lr": 0.0},
+        "learner.optimizer.lr=0.0: must be greater than 0 and at most 1: with 0 nothing",
+    ),
     ({"learner.optimizer.lr": float("nan")}, "learner.optimizer.lr=nan"),
     ({"learner.optimizer.clip_grad": -1.0}, "learner.optimizer.clip_grad=-1.0: must not be"),
     ({"learner.parallel.tensor": 0}, "tensor=0"),
@@ -104,7 +109,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"algorithm.group_baseline": True}, "grpo has a baseline of its own"),
     ({"algorithm.entropy_coef": -0.1}, "algorithm.entropy_coef=-0.1: must not be negative"),
-    ({"algorithm.overlong.buffer_fraction": 1.5}, "algorithm.overlong.buffer_fraction=1.5: a part"),
+    (
+        {"algorithm.overlong.buffer_fraction": 1.5},
+        "algorithm.overlong.buffer_fraction=1.5: must be at least 0 and at most 1: it is",
+    ),
     ({"algorithm.overlong.penalty": -1.0}, "algorithm.overlong.penalty=-1.0: must not be"),
     ({"algorithm.kl.target": 0.0}, "algorithm.kl.target=0.0: must be greater than 0"),
     (
@@ -127,7 +135,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.off_policy.geometric_bounds": [1.1, 1.2]}, "geometric_bounds=[1.1, 1.2]"),
     ({"algorithm.off_policy.stop_kl": 0.01}, "stop_kl=0.01: must be at least warn_kl=0.1"),
     ({"sampling.temperature": 0.0}, "sampling.temperature=0.0: must be greater than 0"),
-    ({"sampling.top_p": 1.5}, "sampling.top_p=1.5: must be at most 1"),
+    ({"sampling.top_p": 1.5}, "sampling.top_p=1.5: must be greater than 0 and at most 1"),
     ({"sampling.top_k": -1}, "sampling.top_k=-1"),
     ({"sampling.max_new_tokens": 32}, "sampling.max_new_tokens=32 leaves no room for a prompt"),
     ({"sampler.kv_cache_bytes": None}, "sampler.kv_cache_bytes: needed on a CPU"),
@@ -139,6 +147,14 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"data.system": "be brief"}, "data.system: a system message needs data.chat_template=true"),
     ({"data.add_bos": True, "data.chat_template": True}, "puts its own BOS in front"),
     ({"reward.pattern": "("}, "reward.pattern='(': not a regular expression"),
+    ({"reward.pattern": "[0-9]+"}, "reward.pattern='[0-9]+': has no group; put parentheses"),
+    (
+        {"learner.optimizer.lr": 1e-6, "learner.optimizer.min_lr": 1e-5},
+        "learner.optimizer.min_lr=1e-05: where the learning rate ends, must not be greater than lr",
+    ),
+    # the layout follows from the nodes, and is not what is wrong
+    ({"cluster.learner.nodes": 0, "learner.parallel.pipeline": 0}, "cluster.learner.nodes=0: must"),
+    ({"cluster.time_min": 1}, "cluster.signal_delay_s=120: so long before the end"),
     ({"reward.name": RewardName.REGEX}, "reward.name=regex needs reward.pattern"),
     ({"reward.name": RewardName.PYTHON}, "reward.name=python needs reward.function"),
     (
@@ -146,7 +162,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "reward.function=no.such:reward: cannot import it: ModuleNotFoundError",
     ),
     ({"reward.timeout_s": 0.0}, "reward.timeout_s=0.0: must be greater than 0"),
-    ({"reward.max_failure_fraction": 1.5}, "reward.max_failure_fraction=1.5: expected 0 to 1"),
+    (
+        {"reward.max_failure_fraction": 1.5},
+        "reward.max_failure_fraction=1.5: must be at least 0 and at most 1",
+    ),
     ({"warmup.demonstrations": None}, "warmup.steps needs warmup.demonstrations"),
     ({"warmup.lr": 0.0}, "warmup.lr=0.0: must be greater than 0"),
     ({"checkpoint.keep": -1}, "checkpoint.keep=-1"),
@@ -212,7 +231,20 @@ def test_no_weights(good: Config, tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path / "m")
     (directory / "model.safetensors").unlink()
     config = _changed(good, {"model.path": str(directory)})
-    assert "no *.safetensors file there" in _refused(preflight.check, config)
+    message = _refused(preflight.check, config)
+    assert "neither model.safetensors nor model.safetensors.index.json is there" in message
+
+
+def test_weights_that_are_not_whole(good: Config, tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / "m")
+    weights = directory / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size - 100)
+    refused = f"{weights}: truncated: expected {size} bytes by its header, found {size - 100}"
+    message = _refused(preflight.check, _changed(good, {"model.path": str(directory)}))
+    assert message.startswith(refused)
+    message = _refused(preflight.check, _changed(good, {"model.reference": str(directory)}))
+    assert message.startswith(refused)
 
 
 @pytest.mark.parametrize("role", ["pad_token", "eos_token"])
@@ -234,6 +266,11 @@ def test_a_tokenizer_without_what_the_data_ask_for(good: Config, tmp_path: Path)
 
 def test_a_tokenizer_of_another_model(good: Config, tmp_path: Path) -> None:
     config = _edited(good, tmp_path / "m", "config.json", vocab_size=20)
+    weights = tmp_path / "m/model.safetensors"
+    tensors = load_file(weights)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:20].copy()
+    save_file(tensors, weights)
     message = _refused(preflight.check, config)
     assert "the model's vocabulary has 20" in message
 
