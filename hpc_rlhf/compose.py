@@ -122,8 +122,19 @@ def _make_paths_absolute(config: Config) -> None:
 
 
 def load(path: Path) -> Config:
-    """Read back a configuration published by :func:`publish`."""
-    return _to_config(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    """Read back a configuration published by :func:`publish`.
+
+    Raises:
+        UserError: the file is damaged, cannot be read, or is another version's.
+    """
+    try:
+        return _to_config(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, UserError) as error:
+        text = " ".join(str(error).split("full_key:")[0].split())
+        raise UserError(
+            f"{path}: no configuration of a run that can be read ({type(error).__name__}: {text}). "
+            "Put it back (`--cfg job` with the run's overrides prints it), or choose another run.name"
+        ) from error
 
 
 def publish(path: Path, config: Config) -> None:

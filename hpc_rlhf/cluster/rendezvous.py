@@ -38,8 +38,9 @@ class Endpoint:
     job_id: str
     attempt: int
     started: float  # Unix time
-    startup: Mapping[str, float] = field(default_factory=dict)  # seconds by part, until it served
-    first_token: float | None = None  # Unix time at which it first sampled one
+    # of its start, and no part of who it is:
+    startup: Mapping[str, float] = field(default_factory=dict, compare=False)  # seconds by part
+    first_token: float | None = field(default=None, compare=False)  # Unix time of the first one
 
 
 def endpoint_path(attempt: Attempt, component: str, replica: int) -> Path:

@@ -75,10 +75,22 @@ def parse_line(line: bytes) -> Record:
         cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
         hint = ", as if the line were cut short" if cut else ""
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}{hint}") from error
+    if "\\ud" in text.lower():  # only an escape can stand for half a character
+        _check_characters(json.dumps(record, ensure_ascii=False))
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise ValueError(f"expected a JSON object, got {kind}")  # noqa: TRY004
     return record
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"\\u{ord(text[error.start]):04x} is half of a surrogate pair, and no character by itself; "
+            "the text was cut in the middle of one"
+        ) from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Record | BadRecord]]:

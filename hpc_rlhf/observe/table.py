@@ -92,6 +92,11 @@ def follow(
             while not stop():
                 for text in setup.lines():
                     console.print(text, highlight=False)
+                for record in records.read():
+                    if _order(record) > shown:
+                        shown = _order(record)
+                        for note in _excluded(record):
+                            console.print(f"step {record['step']}: {note}", highlight=False)
                 under_way = Text(setup.under_way)
                 table = _table(records.read()[-_SHOWN_STEPS:], console.width)
                 live.update(Group(table, under_way) if setup.over else under_way, refresh=True)
@@ -170,7 +175,12 @@ def _order(record: Mapping[str, Any]) -> tuple[int, int]:
 def line(record: Mapping[str, Any]) -> str:
     """One step as plain text: ``step 12  reward 0.512  KL 0.0123 ...``."""
     cells = [f"{heading} {_cell(record, name, form)}" for name, heading, form in _columns([record])]
-    return f"step {record['step']:>4}  " + "  ".join(cells)
+    return "  ".join([f"step {record['step']:>4}", *cells, *_excluded(record)])
+
+
+def _excluded(record: Mapping[str, Any]) -> list[str]:
+    count = record.get("reward/excluded")
+    return [f"{count:.0f} samples excluded, learner-0.log says why"] if count else []
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> Sequence[Column]:

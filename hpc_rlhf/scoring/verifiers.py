@@ -1,5 +1,6 @@
 """Rewards from verifiers: exact answers, regular expressions, Python functions, in killable processes."""
 
+import logging
 import queue
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from hpc_rlhf.types import Rollout, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 def make_verifier(config: RewardConfig, tokenizer: "PreTrainedTokenizerBase") -> "VerifierPool":
@@ -63,12 +66,17 @@ class VerifierPool:
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         results = list(self._threads.map(self._score_one, rollouts, texts))
         excluded = {i: result for i, result in enumerate(results) if isinstance(result, str)}
-        if len(excluded) > self._max_failure_fraction * len(rollouts):
+        if excluded:
             reason, count = Counter(excluded.values()).most_common(1)[0]
-            raise ComponentError(
-                f"scoring: verifiers failed on {len(excluded)} of {len(rollouts)} samples, more than "
-                f"reward.max_failure_fraction={self._max_failure_fraction:g}; "
-                f"{count} of them: {reason}"
+            failed = f"verifiers failed on {len(excluded)} of {len(rollouts)} samples"
+            commonest = f"{count} of them: {reason}"
+            if len(excluded) > self._max_failure_fraction * len(rollouts):
+                raise ComponentError(
+                    f"scoring: {failed}, more than reward.max_failure_fraction="
+                    f"{self._max_failure_fraction:g}; {commonest}"
+                )
+            logger.warning(
+                "step %d: %s, which are excluded; %s", rollouts[0].step, failed, commonest
             )
         rewards = [float("nan") if isinstance(result, str) else result for result in results]
         return Scores(rewards=np.array(rewards, np.float32), excluded=excluded)

@@ -94,6 +94,21 @@ def test_bad_input_is_refused_with_one_message_and_nothing_is_written(
     assert left == []
 
 
+@pytest.mark.parametrize("verb", ["run", "submit"])
+def test_a_run_whose_configuration_is_damaged(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "demo"
+    run.mkdir()
+    (run / "config.yaml").write_text("run: {name: demo")
+    cluster = ["cluster=slurm"] if verb == "submit" else []
+    assert main([verb, *quickstart(tmp_path, "run.name=demo", *cluster)]) == 2
+    error = capsys.readouterr().err
+    assert f"{run / 'config.yaml'}: no configuration of a run that can be read" in error
+    assert "Traceback" not in error
+    assert (run / "config.yaml").read_text() == "run: {name: demo"
+
+
 def test_run_on_slurm_nodes_outside_of_an_allocation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

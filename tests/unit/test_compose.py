@@ -40,6 +40,29 @@ def test_round_trip_through_the_run_directory(tmp_path: Path) -> None:
     assert compose.differences(config, compose.load(tmp_path / "config.yaml")) == {}
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"run: [1, 2",
+        b"\xff\xfe\x00",
+        b"- a\n- b\n",
+        b"just text",
+        b"run: {stepz: 3}",
+        b"run: {steps: many}",
+        b"stage: nothing",
+        b"run:\n\tsteps: 3",
+    ],
+)
+def test_a_damaged_configuration_of_a_run_is_one_message(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        compose.load(path)
+    assert str(caught.value).startswith(f"{path}: no configuration of a run that can be read (")
+    assert "\n" not in str(caught.value)
+
+
 def test_differences_are_named_by_field() -> None:
     old = compose.compose([*PATHS, "learner.optimizer.lr=1e-6"])
     new = compose.compose([*PATHS, "learner.optimizer.lr=2e-6", "run.seed=1"])

@@ -23,6 +23,9 @@ GOOD = b'{"prompt": "3+5=", "answer": "8"}'
         (b"   ", "blank line"),
         (b"\xef\xbb\xbf" + GOOD, "byte order mark"),
         (b'{"prompt": "\xff"}', "not UTF-8: byte 0xff at 12"),
+        (b'{"prompt": "3+5=\\ud83d"}', "\\ud83d is half of a surrogate pair"),
+        (b'{"messages": [{"content": "\\uDC00a"}]}', "\\udc00 is half of a surrogate pair"),
+        (b'{"prompt\\ud800": 1}', "\\ud800 is half"),
         (b"[1, 2]", "expected a JSON object, got list"),
         (b"\x00\x00\x00", "not JSON"),
     ],
@@ -38,6 +41,10 @@ def test_a_bad_line_is_named_and_the_others_are_read(
     assert isinstance(bad, BadRecord)
     assert str(bad).startswith(f"{path}:2: ")
     assert message in str(bad)
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    assert parse_line(b'{"prompt": "\\ud83d\\ude00 \\\\ud800"}') == {"prompt": "\U0001f600 \\ud800"}
 
 
 def test_the_last_line_needs_no_newline(tmp_path: Path) -> None:

@@ -98,6 +98,16 @@ def test_a_plain_line_for_each_new_step(run: RunDir) -> None:
     ]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_excluded_samples_are_pointed_out(run: RunDir, terminal: bool) -> None:
+    console = _console(terminal=terminal)
+    with _following(run, console):
+        _record(run, range(1, 2))
+        _record(run, range(2, 3), **{"reward/excluded": 3.0})
+        _await(console, "3 samples excluded, learner-0.log says why")
+    assert _text(console).count("excluded") == 1
+
+
 def test_steps_that_are_done_again_are_shown_again(run: RunDir) -> None:
     _record(run, range(1, 8))
     console = _console(terminal=False)

@@ -157,6 +157,22 @@ def test_a_verifier_that_prints_or_reads_does_not_disturb_the_protocol(pools: Po
     assert scores.excluded == {1: "EOFError: EOF when reading a line"}
 
 
+def test_a_line_says_how_many_were_excluded_and_why(
+    pools: Pools, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = pools.make("reward_functions:by_completion", max_failure_fraction=1.0)
+    pool.score(pools.rollouts(["fine", "fine"]))
+    assert caplog.messages == []
+    rollouts = pools.rollouts(["nan", "raise", "fine", "raise"])
+    pool.score(rollouts)
+    assert caplog.messages == [
+        (
+            f"step {rollouts[0].step}: verifiers failed on 3 of 4 samples, which are excluded; "
+            "2 of them: KeyError: 'no such thing'"
+        )
+    ]
+
+
 def test_too_many_failures_end_the_attempt(pools: Pools) -> None:
     pool = pools.make("reward_functions:by_completion", max_failure_fraction=0.5)
     assert len(pool.score(pools.rollouts(["raise", "fine"])).excluded) == 1
