@@ -167,6 +167,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
+    from hpc_rlhf.compose import with_absolute_paths
     from hpc_rlhf.config import Launcher
     from hpc_rlhf.launch import slurm
     from hpc_rlhf.launch.claim import check_free
@@ -184,7 +185,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         )
     plan = plan_job(config, run_directory(config).path)
     if arguments.script:
-        command = ["hpc-rlhf", "run", *arguments.overrides]
+        command = ["hpc-rlhf", "run", *with_absolute_paths(arguments.overrides)]
         if arguments.config_dir is not None:
             command += ["--config-dir", str(arguments.config_dir.absolute())]
         print(render_script(plan, command), end="")

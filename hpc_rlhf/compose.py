@@ -4,6 +4,8 @@ Hydra's own compose API, so overrides, groups and ``--cfg`` behave as its users 
 ``hydra.main``, which would make a working directory of its own for every command.
 """
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import Enum
@@ -107,6 +109,31 @@ def _checked_overrides(overrides: Sequence[str], config_directory: Path | None) 
     return checked
 
 
+def with_absolute_paths(overrides: Sequence[str]) -> list[str]:
+    """The same overrides for another working directory; they have been composed here.
+
+    Example:
+        >>> with_absolute_paths(["run.steps=3", "data.prompts=p.jsonl"])
+        ['run.steps=3', 'data.prompts=/work/p.jsonl']
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    paths = {f"{section}.{name}" for section, name in _PATHS}
+    moved = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        text, value = str(override.input_line), override.value()
+        if override.key_or_group in paths and isinstance(value, str) and "${" not in value:
+            absolute = _absolute(value)
+            plain = re.fullmatch(r"[\w./-]+", absolute)
+            text = f"{override.key_or_group}={absolute if plain else json.dumps(absolute)}"
+        moved.append(text)
+    return moved
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
 def _groups(directory: Path) -> set[str]:
     """Names of the groups in a directory of configurations: its sub-directories of YAML files."""
     files = directory.glob("*/**/*.yaml")
@@ -118,7 +145,7 @@ def _make_paths_absolute(config: Config) -> None:
     for section, name in _PATHS:
         value = getattr(getattr(config, section), name)
         if value is not None:
-            setattr(getattr(config, section), name, str(Path(value).expanduser().absolute()))
+            setattr(getattr(config, section), name, _absolute(value))
 
 
 def load(path: Path) -> Config:

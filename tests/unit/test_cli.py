@@ -1,10 +1,12 @@
 """The command line on a login node: help, scripts, and refusals that leave nothing behind."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hpc_rlhf.cli import main
 
@@ -51,6 +53,30 @@ def test_scripts_for_sbatch_by_hand_are_what_the_code_renders(
     assert main(["submit", "--script", *overrides]) == 0
     text = (REPOSITORY / f"slurm/{name}.sbatch").read_text()
     assert capsys.readouterr().out == text
+
+
+def test_a_script_may_be_queued_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "--dry-run", *quickstart(tmp_path / "runs", "cluster=slurm")]) == 0
+    (assets,) = (tmp_path / "runs/.assets").iterdir()
+    data = tmp_path / "my data"
+    data.mkdir()
+    (data / "p.jsonl").symlink_to(assets / "prompts.jsonl")
+    (data / "model").symlink_to(assets / "model")
+    monkeypatch.chdir(data)
+    capsys.readouterr()
+    relative = ["model.path=model", "data.prompts='p.jsonl'", "run.root=../runs", "run.name=x"]
+    overrides = ["experiment=quickstart", "cluster=slurm", *relative]
+    assert main(["submit", "--script", "--config-dir", ".", *overrides]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    monkeypatch.chdir("/")
+    assert main([*command[2:], "--cfg", "job"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["model"]["path"] == f"{data}/model"
+    assert config["data"]["prompts"] == f"{data}/p.jsonl"
+    assert Path(config["run"]["root"]).resolve() == tmp_path / "runs"
+    assert command[-2:] == ["--config-dir", str(data)]
 
 
 def test_options_and_overrides_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
