@@ -219,6 +219,8 @@ def _status(arguments: argparse.Namespace) -> int:
         value = getattr(status, name)
         if value is not None:
             print(f"{name.replace('_id', ''):8} {value}")
+    for number, line in enumerate(status.slurm):
+        print(f"{'' if number else 'slurm':8} {line}")
     print(f"{'run':8} {run.path}")
     return ExitCode.DONE
 

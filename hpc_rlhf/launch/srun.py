@@ -280,18 +280,70 @@ def slurm_command(command: list[str]) -> str:
     return done.stdout
 
 
-def queue_states(job_id: str) -> list[str]:
+@dataclass(frozen=True)
+class JobLine:
+    """One line of squeue or sacct: a job, or one component of a heterogeneous one."""
+
+    job_id: str  # 12, or 12+0
+    state: str  # PENDING, RUNNING, COMPLETED, CANCELLED by 1000, ...
+    note: str = ""  # why it waits and until when, where it runs, how it ended
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.job_id, self.state, self.note) if part)
+
+
+def queue_lines(job_id: str) -> list[JobLine]:
     """What squeue says of a job's components; empty when it no longer knows the job.
 
     Raises:
         ComponentError: Slurm did not answer.
     """
+    command = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%i|%T|%r|%S|%N"]
     try:
-        return slurm_command(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"]).split()
+        return parse_squeue(slurm_command(command))
     except ComponentError as error:
         if "Invalid job id" in str(error):
             return []
         raise
+
+
+def queue_states(job_id: str) -> list[str]:
+    """The states of :func:`queue_lines`."""
+    return [line.state for line in queue_lines(job_id)]
+
+
+def parse_squeue(text: str) -> list[JobLine]:
+    """Read ``squeue --noheader --format=%i|%T|%r|%S|%N``."""
+    lines = []
+    for line in text.splitlines():
+        job_id, state, reason, start, nodes = line.strip().split("|")
+        if state == "PENDING":
+            expected = "" if start in ("N/A", "Unknown", "") else f", expected to start {start}"
+            lines.append(JobLine(job_id, state, f"({reason}{expected})"))
+        else:
+            lines.append(JobLine(job_id, state, f"on {nodes}" if nodes else ""))
+    return sorted(lines, key=lambda line: line.job_id)
+
+
+def accounted_lines(job_id: str) -> list[JobLine]:
+    """What Slurm's accounting says of a job that is over; empty where there is none."""
+    columns = "--format=JobID,State,ExitCode"
+    options = ["--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", columns]
+    try:
+        return parse_sacct(slurm_command(["sacct", *options]))
+    except ComponentError:  # many sites have no accounting, and some keep it from users
+        return []
+
+
+def parse_sacct(text: str) -> list[JobLine]:
+    """Read ``sacct --noheader --parsable2 --format=JobID,State,ExitCode``."""
+    lines = []
+    for line in text.splitlines():
+        job_id, state, exit_code = line.strip().split("|")
+        code, _, signal_number = exit_code.partition(":")
+        ended = f"signal {signal_number}" if signal_number not in ("", "0") else f"exit code {code}"
+        lines.append(JobLine(job_id, state, "" if exit_code == "0:0" else f"({ended})"))
+    return sorted(lines, key=lambda line: line.job_id)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hpc_rlhf.cluster.world import LOCAL_JOB
 from hpc_rlhf.errors import ExitCode
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch.diagnosis import read_progress
-from hpc_rlhf.launch.srun import queue_states
+from hpc_rlhf.launch.srun import JobLine, accounted_lines, queue_lines
 from hpc_rlhf.run_dir import Attempt, RunDir
 
 
@@ -31,10 +31,11 @@ class RunStatus:
     phase: str | None = None
     job_id: str | None = None
     reason: str | None = None  # why the last attempt ended
+    slurm: tuple[JobLine, ...] = ()  # of the job, by component; empty where Slurm was not asked
 
 
 def describe_run(run: RunDir) -> RunStatus:
-    """Describe a run from its files; where they leave it open, squeue is asked once.
+    """Describe a run from its files; where they leave it open, Slurm is asked about its job.
 
     Raises:
         ComponentError: Slurm was asked and did not answer.
@@ -54,16 +55,20 @@ def describe_run(run: RunDir) -> RunStatus:
         if status.state is not RunState.RUNNING and numbers:
             successor = _read_optional(run.attempt(numbers[-1]).successor)
             job_id = successor["job_id"] if successor else job_id
-    states = queue_states(job_id) if job_id and not job_id.startswith(LOCAL_JOB) else []
-    if states:
+    is_slurm = job_id is not None and not job_id.startswith(LOCAL_JOB)
+    lines = queue_lines(str(job_id)) if is_slurm else []
+    if lines:
         # with a job that ended, the same id: a requeue that waits
-        running = any(state in ("RUNNING", "COMPLETING") for state in states)
+        running = any(line.state in ("RUNNING", "COMPLETING") for line in lines)
         ended = status.state is not RunState.RUNNING or job_id != status.job_id
         return replace(
             status,
             state=RunState.RUNNING if running and not ended else RunState.QUEUED,
             job_id=job_id,
+            slurm=tuple(lines),
         )
+    if is_slurm:
+        status = replace(status, slurm=tuple(accounted_lines(str(job_id))))
     if status.state is RunState.RUNNING:
         reason = "its supervisor ended without a word: it was killed, or its node died"
         return replace(status, state=RunState.FAILED, reason=reason)

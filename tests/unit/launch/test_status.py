@@ -2,32 +2,41 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpc_rlhf.cli import main
 from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch import status
+from hpc_rlhf.launch.srun import JobLine, parse_sacct, parse_squeue
 from hpc_rlhf.launch.status import RunState, RunStatus, describe_run
 from hpc_rlhf.run_dir import RunDir
 
 
 class Queue:
-    """Answers for squeue, and counts the questions."""
+    """Answers for squeue and sacct, and counts the questions."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, list[str]] = {}
+        self.accounted: list[JobLine] = []
         self.asked: list[str] = []
 
-    def __call__(self, job_id: str) -> list[str]:
+    def __call__(self, job_id: str) -> list[JobLine]:
         self.asked.append(job_id)
-        return self.jobs.get(job_id, [])
+        return self.lines(job_id)
+
+    def lines(self, job_id: str) -> list[JobLine]:
+        states = self.jobs.get(job_id, [])
+        return [JobLine(f"{job_id}+{i}", state, "(Priority)") for i, state in enumerate(states)]
 
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    monkeypatch.setattr(status, "queue_states", queue)
+    monkeypatch.setattr(status, "queue_lines", queue)
+    monkeypatch.setattr(status, "accounted_lines", lambda job_id: queue.accounted)
     return queue
 
 
@@ -57,16 +66,19 @@ def test_life_of_a_queued_run(run: RunDir, queue: Queue) -> None:
     assert describe_run(run) == RunStatus(RunState.NEW)
     submit(run, "12")
     queue.jobs["12"] = ["PENDING", "PENDING"]
-    assert describe_run(run) == RunStatus(RunState.QUEUED, job_id="12")
+    lines = tuple(queue.lines("12"))
+    assert describe_run(run) == RunStatus(RunState.QUEUED, job_id="12", slurm=lines)
     queue.jobs["12"] = ["RUNNING", "RUNNING"]
     start(run, "12")
     running = RunStatus(RunState.RUNNING, attempt=1, step=4, phase="score", job_id="12")
-    assert describe_run(run) == running
+    assert describe_run(run) == replace(running, slurm=tuple(queue.lines("12")))
     end(run, 75)
     queue.jobs["12"] = ["PENDING", "PENDING"]  # requeued
     assert describe_run(run).state is RunState.QUEUED
     queue.jobs.clear()
+    queue.accounted = [JobLine("12+0", "TIMEOUT"), JobLine("12+1", "CANCELLED by 0")]
     assert describe_run(run).state is RunState.INTERRUPTED
+    assert describe_run(run).slurm == tuple(queue.accounted)
     assert describe_run(run).reason == "because"
     submit(run, "15")
     queue.jobs["15"] = ["PENDING"]
@@ -74,6 +86,48 @@ def test_life_of_a_queued_run(run: RunDir, queue: Queue) -> None:
     run.complete.touch()
     assert describe_run(run).state is RunState.COMPLETE
     assert set(queue.asked) == {"12", "15"}
+
+
+def test_what_squeue_says() -> None:
+    text = """\
+12+1|PENDING|None|N/A|
+12+0|PENDING|Resources|2026-12-24T18:00:00|
+"""
+    assert [str(line) for line in parse_squeue(text)] == [
+        "12+0 PENDING (Resources, expected to start 2026-12-24T18:00:00)",
+        "12+1 PENDING (None)",
+    ]
+    assert [
+        str(line) for line in parse_squeue("7|RUNNING|None|2026-12-24T18:00:00|node[1-2]\n")
+    ] == ["7 RUNNING on node[1-2]"]
+    reason = "QOSMaxGRESPerUser|N/A"
+    assert str(parse_squeue(f"7|PENDING|{reason}|")[0]) == "7 PENDING (QOSMaxGRESPerUser)"
+    assert parse_squeue("") == []
+
+
+def test_what_sacct_says() -> None:
+    text = "12+0|FAILED|1:0\n12+1|CANCELLED by 1000|0:15\n12+2|COMPLETED|0:0\n"
+    assert [str(line) for line in parse_sacct(text)] == [
+        "12+0 FAILED (exit code 1)",
+        "12+1 CANCELLED by 1000 (signal 15)",
+        "12+2 COMPLETED",
+    ]
+
+
+def test_status_prints_both_components(
+    run: RunDir, queue: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.path / "config.yaml").touch()
+    submit(run, "12")
+    queue.jobs["12"] = ["PENDING", "PENDING"]
+    assert main(["status", str(run.path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "state    queued",
+        "job      12",
+        "slurm    12+0 PENDING (Priority)",
+        "         12+1 PENDING (Priority)",
+        f"run      {run.path}",
+    ]
 
 
 def test_job_that_vanished(run: RunDir, queue: Queue) -> None:
