@@ -70,9 +70,6 @@ class RolloutStats:
     samples: int
     tokens: int  # sampled ones that are in the rollouts
     tokens_per_second: float
-    mean_tokens: float
-    longest_tokens: int
-    truncated_fraction: float  # ended by the length limit
     reissued: int  # samples started again after their replica died or dropped them
     deaths: int  # of replicas
     by_replica: Mapping[int, int]  # replica -> samples
@@ -647,16 +644,12 @@ def join(prefix: Completion, rest: Completion) -> Completion:
 
 def _stats(batch: _Collection, rollouts: Sequence[Rollout]) -> RolloutStats:
     seconds = time.monotonic() - batch.started
-    lengths = np.array([len(r.completion.token_ids) for r in rollouts], np.int64)
-    truncated = [r.completion.finish_reason == "length" for r in rollouts]
+    tokens = sum(len(rollout.completion.token_ids) for rollout in rollouts)
     return RolloutStats(
         seconds=seconds,
         samples=len(rollouts),
-        tokens=int(lengths.sum()),
-        tokens_per_second=float(lengths.sum() / seconds),
-        mean_tokens=float(lengths.mean()) if len(rollouts) else 0.0,
-        longest_tokens=int(lengths.max(initial=0)),
-        truncated_fraction=float(np.mean(truncated)) if rollouts else 0.0,
+        tokens=tokens,
+        tokens_per_second=tokens / seconds,
         reissued=batch.reissued,
         deaths=batch.deaths,
         by_replica=dict(batch.by_replica),

@@ -1,9 +1,10 @@
 """One set of live servers for all tests here; starting them is what takes the time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -12,6 +13,8 @@ from hpc_rlhf.run_dir import Attempt
 from tests.engine.learners import Learner, run_learner
 from tests.engine.servers import Server, new_run
 from tests.tiny_models import SIZES, TINY_MODELS
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -24,6 +27,17 @@ class Fleet:
     servers: list[Server]
     # One thread to the end: servers die with the thread that started them.
     starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def learn(self, scenario: Callable[[Learner], T], **options: Any) -> T:
+        """Run a learner's part of a test against all replicas; see :func:`run_learner`."""
+        return run_learner(
+            scenario,
+            attempt=self.attempt,
+            token=self.token,
+            model=self.model,
+            replicas=len(self.servers),
+            **options,
+        )
 
     def restart_when_dead(self, replica: int, tensor_parallel: int) -> "Future[Server]":
         """Start a new incarnation as soon as the present one has died, as the supervisor does."""
@@ -73,7 +87,7 @@ def tied_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     def publish(learner: Learner) -> None:
         learner.transport.publish(learner.model, 0)
 
-    run_learner(publish, attempt=fleet.attempt, token=fleet.token, model=fleet.model, replicas=1)
+    fleet.learn(publish)
     yield fleet
     _end(fleet)
 

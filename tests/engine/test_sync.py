@@ -13,7 +13,7 @@ from hpc_rlhf.rollout.sampler import Done, SampleRequest
 from hpc_rlhf.sync.collective import SyncStats
 from hpc_rlhf.types import Rollout
 from tests.engine.conftest import Fleet
-from tests.engine.learners import Learner, requests, run_learner, train_a_bit
+from tests.engine.learners import Learner, requests, train_a_bit
 from tests.engine.references import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
@@ -38,7 +38,7 @@ def sample(learner: Learner, batch: list[SampleRequest], version: int) -> Done |
 
 
 def publish_rounds(
-    fleet: Fleet, parallel: ParallelConfig, directory: Path, first_version: int, replicas: int
+    fleet: Fleet, parallel: ParallelConfig, directory: Path, first_version: int
 ) -> list[Round]:
     def scenario(learner: Learner) -> list[Round]:
         rounds = []
@@ -52,14 +52,7 @@ def publish_rounds(
             rounds.append(Round(target, stats, done.rollouts))
         return rounds
 
-    return run_learner(
-        scenario,
-        attempt=fleet.attempt,
-        token=fleet.token,
-        model=fleet.model,
-        replicas=replicas,
-        parallel=parallel,
-    )
+    return fleet.learn(scenario, parallel=parallel)
 
 
 def check(rounds: list[Round], replicas: int) -> None:
@@ -86,23 +79,19 @@ def test_greedy_tokens_are_those_of_the_exported_weights(
 ) -> None:
     """At TP=1 (replica 0) and TP=2 (replica 1), from a learner of one rank and of four."""
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
-    rounds = publish_rounds(fleet, parallel, tmp_path, 10 * tensor, replicas=2)
+    rounds = publish_rounds(fleet, parallel, tmp_path, 10 * tensor)
     check(rounds, replicas=2)
 
 
 def test_tied_embeddings(tied_fleet: Fleet, tmp_path: Path) -> None:
     parallel = ParallelConfig(pipeline=2)
-    check(publish_rounds(tied_fleet, parallel, tmp_path, 1, replicas=1), replicas=1)
+    check(publish_rounds(tied_fleet, parallel, tmp_path, 1), replicas=1)
 
     def restore(learner: Learner) -> None:
         learner.transport.publish(learner.model, 0)
 
-    run_learner(
+    tied_fleet.learn(
         restore,
-        attempt=tied_fleet.attempt,
-        token=tied_fleet.token,
-        model=tied_fleet.model,
-        replicas=1,
     )
 
 
@@ -127,12 +116,8 @@ def test_completions_that_span_two_versions(fleet: Fleet, tmp_path: Path) -> Non
         assert isinstance(event, Done)
         return event.rollouts
 
-    rollouts = run_learner(
+    rollouts = fleet.learn(
         scenario,
-        attempt=fleet.attempt,
-        token=fleet.token,
-        model=fleet.model,
-        replicas=2,
         sampling=sampling,
     )
     references = {version: Reference(tmp_path / str(version)) for version in (40, 41)}
@@ -170,12 +155,8 @@ def test_log_probs_of_learner_and_sampler_agree(fleet: Fleet) -> None:
             worst = max(worst, float(np.abs(found - rollout.completion.logprobs).max()))
         return worst
 
-    worst = run_learner(
+    worst = fleet.learn(
         scenario,
-        attempt=fleet.attempt,
-        token=fleet.token,
-        model=fleet.model,
-        replicas=2,
         parallel=ParallelConfig(tensor=2),
         sampling=sampling,
     )

@@ -27,7 +27,6 @@ from tests.engine.learners import (
     kill,
     prompts,
     requests,
-    run_learner,
     train_a_bit,
 )
 from tests.engine.servers import KV_CACHE_BYTES, MAX_SEQUENCE_TOKENS
@@ -55,20 +54,20 @@ def greedy(fleet: Fleet, replica: int) -> tuple[list[int], int | None]:
     return asyncio.run(ask())
 
 
-def publish(fleet: Fleet, version: int, how: int, replicas: int) -> SyncStats:
+def publish(fleet: Fleet, version: int, how: int) -> SyncStats:
     def scenario(learner: Learner) -> SyncStats:
         train_a_bit(learner.model, how)
         return learner.transport.publish(learner.model, version)
 
-    return run_learner(
-        scenario, attempt=fleet.attempt, token=fleet.token, model=fleet.model, replicas=replicas
+    return fleet.learn(
+        scenario,
     )
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_learner_that_dies_in_an_update_leaves_the_old_weights(fleet: Fleet, stage: int) -> None:
     """At both tensor-parallel sizes; and the next learner finds servers that take its weights."""
-    publish(fleet, version=60, how=0, replicas=2)
+    publish(fleet, version=60, how=0)
     before = [greedy(fleet, replica) for replica in range(2)]
     assert [version for _, version in before] == [60, 60]
 
@@ -79,17 +78,13 @@ def test_a_learner_that_dies_in_an_update_leaves_the_old_weights(fleet: Fleet, s
         learner.transport.publish(learner.model, 61)
 
     with pytest.raises(RankError, match="died"):
-        run_learner(
+        fleet.learn(
             scenario,
-            attempt=fleet.attempt,
-            token=fleet.token,
-            model=fleet.model,
-            replicas=2,
             parallel=ParallelConfig(pipeline=2),
         )
     assert [greedy(fleet, replica) for replica in range(2)] == before
 
-    stats = publish(fleet, version=62, how=3, replicas=2)
+    stats = publish(fleet, version=62, how=3)
     assert (stats.replicas, stats.tries) == (2, 1)
     after = [greedy(fleet, replica) for replica in range(2)]
     assert [version for _, version in after] == [62, 62]
@@ -107,7 +102,7 @@ def test_replicas_that_do_not_come_are_named(fleet: Fleet) -> None:
 
 
 def test_tensors_of_another_model_are_refused_before_any_is_sent(fleet: Fleet) -> None:
-    publish(fleet, version=63, how=0, replicas=2)
+    publish(fleet, version=63, how=0)
     before = [greedy(fleet, replica) for replica in range(2)]
 
     def scenario(learner: Learner) -> str:
@@ -117,8 +112,8 @@ def test_tensors_of_another_model_are_refused_before_any_is_sent(fleet: Fleet) -
             learner.transport.publish(learner.model, 64)
         return str(caught.value)
 
-    message = run_learner(
-        scenario, attempt=fleet.attempt, token=fleet.token, model=fleet.model, replicas=2
+    message = fleet.learn(
+        scenario,
     )
     assert "failed 3 times" in message
     assert "are not announced" in message
@@ -141,12 +136,8 @@ def test_an_interrupted_batch_gives_back_everything(fleet: Fleet) -> None:
         assert isinstance(done, Done)
         return interrupted, done
 
-    interrupted, done = run_learner(
+    interrupted, done = fleet.learn(
         scenario,
-        attempt=fleet.attempt,
-        token=fleet.token,
-        model=fleet.model,
-        replicas=2,
         sampling=LONG,
         sampler=SamplerConfig(kv_cache_bytes=KV_CACHE_BYTES, max_concurrency=8),
     )
@@ -191,12 +182,8 @@ def test_a_sampler_that_stops_answering(fleet: Fleet, monkeypatch: pytest.Monkey
         learner.transport.publish(learner.model, 66)
         return done, joined
 
-    done, joined = run_learner(
+    done, joined = fleet.learn(
         scenario,
-        attempt=fleet.attempt,
-        token=fleet.token,
-        model=fleet.model,
-        replicas=2,
         sampling=LONG,
     )
     assert done.stats.reissued > 0
@@ -232,12 +219,8 @@ def test_samples_of_a_sampler_that_dies_are_sampled_again(fleet: Fleet) -> None:
                     pool.begin(batch, 70)
         return done, joined, synced
 
-    done, joined, synced = run_learner(
+    done, joined, synced = fleet.learn(
         scenario,
-        attempt=fleet.attempt,
-        token=fleet.token,
-        model=fleet.model,
-        replicas=2,
         sampling=LONG,
         timeout_s=300,
     )
@@ -281,12 +264,8 @@ def test_a_sampler_that_dies_in_an_update_is_left_out(fleet: Fleet) -> None:
         return stats, str(waited.value), str(published.value)
 
     start = time.monotonic()
-    stats, waited, published = run_learner(
+    stats, waited, published = fleet.learn(
         scenario,
-        attempt=fleet.attempt,
-        token=fleet.token,
-        model=fleet.model,
-        replicas=2,
         sampling=LONG,
         sampler=SamplerConfig(kv_cache_bytes=KV_CACHE_BYTES, start_timeout_s=3.0),
     )
