@@ -8,6 +8,7 @@ import pytest
 
 from hpc_rlhf import compose
 from hpc_rlhf.cli import _parse
+from hpc_rlhf.planner import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -48,7 +49,7 @@ def test_commands_are_accepted(command: str, tmp_path: Path) -> None:
             example = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
             assert example is not None
             (directory / "cluster/mycentre.yaml").write_text(example[1])
-        compose.compose(arguments.overrides, config_directory=directory)
+        preflight.check_settings(compose.compose(arguments.overrides, config_directory=directory))
 
 
 def test_documented_targets_of_make_exist() -> None:
