@@ -19,7 +19,7 @@ from hpc_rlhf.cluster.world import World
 from hpc_rlhf.errors import ExitCode, UserError
 from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.launch.job_plan import LEARNER, SAMPLER, JobPlan
-from hpc_rlhf.observe.startup import StartUp, importing
+from hpc_rlhf.observe.startup import IMPORTS, StartUp, importing
 from hpc_rlhf.observe.timeline import Timeline
 from hpc_rlhf.run_dir import Attempt, RunDir
 
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     timeline = Timeline(
         attempt if coordinates else None, StartUp(float(read_json(attempt.started)["time"]))
     )
+    timeline.part(IMPORTS)  # from here on one can see that it lives
     try:
         code = _run(arguments.component, run, attempt, world, arguments.replica, timeline)
     except BaseException as error:  # noqa: BLE001 - recorded, then the process ends with it
