@@ -105,11 +105,12 @@ class SamplerClient:
         answer = await self._call("POST", "/inference/v1/generate", json=body, timeout_s=timeout_s)
         return _completion(answer["choices"][0], seed)
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, request_ids: Sequence[str], timeout_s: float | None = None) -> None:
         """End the named requests; each of them returns what it has."""
         if request_ids:  # none would mean all
             ids = [_ENGINE_ID.format(request_id) for request_id in request_ids]
-            await self._call("POST", "/abort_requests", json={"request_ids": ids})
+            body = {"request_ids": ids}
+            await self._call("POST", "/abort_requests", json=body, timeout_s=timeout_s)
 
     async def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether the server answers and its engine lives."""

@@ -257,14 +257,15 @@ class SamplerPool:
     def interrupt(self, timeout_s: float) -> Interrupted:
         """End the batch under way: abort what is in flight and return what there is.
 
-        A completion that was cut short keeps its tokens, log-probs, versions and seed.
+        A completion that was cut short keeps its tokens, log-probs, versions and seed. Of a replica
+        that does not answer in time nothing is kept: its samples count as not started.
 
         Raises:
-            WaitTimeout: the replicas did not answer in time.
+            WaitTimeout: they were not all there a second later either.
         """
         self._check()
-        self.call(self._interrupt())
-        deadline = time.monotonic() + timeout_s
+        self.call(self._interrupt(timeout_s))
+        deadline = time.monotonic() + timeout_s + 1.0
         while True:
             self._check()
             try:
@@ -274,7 +275,8 @@ class SamplerPool:
                     raise WaitTimeout(
                         f"waited {timeout_s:g} s for the samplers to abort their requests"
                     ) from None
-                self.call(self._abort_in_flight())  # one that was on its way was not there to abort
+                # again: one that was on its way was not there to abort
+                self.call(self._abort_in_flight(max(0.1, deadline - 1.0 - time.monotonic())))
                 continue
             if isinstance(event, Done):  # it was done just before
                 return Interrupted(event.rollouts, (), ())
@@ -571,19 +573,20 @@ class SamplerPool:
             return
         self._collection = None
 
-    async def _interrupt(self) -> None:
+    async def _interrupt(self, timeout_s: float) -> None:
         batch = self._collection
         if batch is None:
             if self._events.empty():
                 raise ComponentError("no batch to interrupt")
             return
         batch.interrupted = True
-        await self._abort_in_flight()
+        await self._abort_in_flight(timeout_s)
         self._finish_if_done()
 
-    async def _abort_in_flight(self) -> None:
+    async def _abort_in_flight(self, timeout_s: float) -> None:
+        """Ask the replicas to end what they work on; one that does not answer is taken for dead."""
         busy = [replica for replica in self._replicas.values() if replica.in_flight]
-        aborts = [replica.client.abort(list(replica.in_flight)) for replica in busy]
+        aborts = [replica.client.abort(list(replica.in_flight), timeout_s) for replica in busy]
         results = await asyncio.gather(*aborts, return_exceptions=True)
         for replica, result in zip(busy, results, strict=True):
             if isinstance(result, SamplerUnreachable | SamplerRefused):

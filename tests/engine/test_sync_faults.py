@@ -156,6 +156,40 @@ def test_an_interrupted_batch_gives_back_everything(fleet: Fleet) -> None:
         assert [span.version for span in cut.versions] in ([65], [])
 
 
+def test_an_interruption_does_not_wait_for_a_sampler_that_hangs(fleet: Fleet) -> None:
+    """The other one's samples are there within the time that a preemption leaves."""
+    frozen = fleet.servers[1].pid
+    batch = requests(10, 67, samples=4)
+
+    def scenario(learner: Learner) -> tuple[Interrupted, float]:
+        pool = learner.pool
+        assert pool is not None
+        learner.transport.publish(learner.model, 67)
+        pool.begin(batch, 67)
+        assert pool.wait_event(timeout_s=0.5) is None, "done too soon to be interrupted"
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            interrupted = pool.interrupt(timeout_s=5)
+            return interrupted, time.monotonic() - began
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+
+    interrupted, seconds = run_learner(
+        scenario,
+        attempt=fleet.attempt,
+        token=fleet.token,
+        model=fleet.model,
+        replicas=2,
+        sampling=LONG,
+    )
+    assert seconds < 7
+    assert interrupted.partial
+    assert interrupted.unstarted
+    parts = [*interrupted.finished, *interrupted.partial, *interrupted.unstarted]
+    assert sorted(part.key for part in parts) == sorted(request.key for request in batch)
+
+
 def test_a_sampler_that_stops_answering(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes connections and says nothing; once it answers again it gets weights before work."""
     # Long enough that a replica which only shares its cores with others does not look dead.
