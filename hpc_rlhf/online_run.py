@@ -7,7 +7,7 @@ Every method is collective over the learner. What only the coordinator (learner 
 import logging
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -249,10 +249,11 @@ class OnlineRun:
         old = self.trainer.log_probs(rollouts)
         ref = self.trainer.log_probs(rollouts, model=self.reference) if self.reference else None
         log_probs = store.LearnerLogProbs(old=old, reference=ref)
-        scores: Scores | None = None
-        if self.coordinator is not None and scoring is not None:
-            scores = scoring.result()
+        if scoring is not None:
+            wait([scoring])
+        # Before a look at the result: the signal to stop may have gone to what verifiers run, too.
         self._stop_with(rollouts, Phase.TRAIN, Phase.SYNC)
+        scores = scoring.result() if scoring is not None else None
         if scores is not None:
             store.write_step(self._rollouts(rollouts[0].step), rollouts, scores, log_probs)
             spill.remove(self.directory)

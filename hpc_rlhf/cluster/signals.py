@@ -10,6 +10,8 @@ from typing import Any
 # SIGTERM: preemption and scancel. USR2: what --signal asks for before the walltime. USR1 is left
 # alone, NCCL and some MPI libraries catch it.
 DEFAULT_SIGNALS = ("TERM", "USR2")
+# What a scheduler or a person may send to every process of a step, and means the learner.
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopFlag:

@@ -8,14 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from hpc_rlhf.cluster.signals import REQUESTS
 from hpc_rlhf.config import RewardConfig
 from hpc_rlhf.errors import ComponentError, UserError, WaitTimeout
 
 _START_TIMEOUT_S = 120.0  # imports of the user's module, from a slow filesystem
 _EXIT_GRACE_S = 1.0  # between the last that is heard of a process and its exit
 _END_TIMEOUT_S = 30.0  # of a killed process; only one that hangs in the kernel takes longer
+
+
+@contextlib.contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread, and in the processes that it starts until they unblock them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class VerifierFailure(Exception):
@@ -43,12 +55,13 @@ class VerifierProcess:
             ComponentError: the process did not get that far.
         """
         self._unread = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "hpc_rlhf.scoring.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # a group of its own, so that its children die with it
-        )
+        with _blocked(REQUESTS):
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hpc_rlhf.scoring.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # a group of its own, so that its children die with it
+            )
         try:
             self._send(self._rule)
             reply = self._receive(_START_TIMEOUT_S)

@@ -12,6 +12,7 @@ import os
 import signal
 from typing import Any
 
+from hpc_rlhf.cluster.signals import REQUESTS
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.scoring.rules import Rule, make_rule
 
@@ -20,6 +21,11 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It ends with the process that started it, and by no request to stop before. Handled, not
+    # ignored: what the rule starts does not inherit that, and can be terminated.
+    for number in REQUESTS:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)  # blocked since before it began
     # The rule may print, or read its input: the protocol gets descriptors of its own.
     requests = os.fdopen(os.dup(0), "r")
     replies = os.fdopen(os.dup(1), "w", buffering=1)

@@ -40,3 +40,7 @@ def by_completion(completion: str, answer: str | None, fields: Mapping[str, Any]
 
 
 constant = 1.0
+
+
+def starts_a_sleep(completion: str, answer: str | None, fields: Mapping[str, Any]) -> float:
+    return subprocess.run(["sleep", "60"], check=False).returncode

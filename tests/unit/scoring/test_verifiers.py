@@ -1,8 +1,11 @@
 """Verifiers may hang, crash or return nonsense: that sample is excluded, the next ones are scored."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,12 +15,13 @@ import numpy as np
 import psutil
 import pytest
 
+from hpc_rlhf.cluster.signals import REQUESTS
 from hpc_rlhf.config import RewardConfig, RewardName
 from hpc_rlhf.data.chat import load_tokenizer
 from hpc_rlhf.data.tiny import write_tokenizer
 from hpc_rlhf.errors import ComponentError, UserError
 from hpc_rlhf.scoring.verifiers import VerifierPool, check_reward, make_verifier
-from hpc_rlhf.types import Completion, FinishReason, Prompt, Rollout, VersionSpan
+from hpc_rlhf.types import Completion, FinishReason, Prompt, Rollout, Scores, VersionSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,6 +130,34 @@ def test_a_verifier_that_loops_is_killed_and_the_next_samples_are_scored(
     assert time.monotonic() - began < 30
     assert scores.excluded == {1: "no reward within 0.5 s"}
     assert scores.rewards[[0, 2]].tolist() == [1.0, 1.0]
+
+
+def test_requests_to_stop_do_not_end_a_verifier_but_what_it_starts(pools: Pools) -> None:
+    """Slurm sends them to every process of a step, from the first moment of each on."""
+    me = psutil.Process()
+    before = {child.pid for child in me.children()}
+    pool = pools.make("reward_functions:starts_a_sleep")
+    scored = threading.Thread(target=lambda: results.append(pool.score(pools.rollouts(["a"]))))
+    results: list[Scores] = []
+    scored.start()
+    signalled: set[tuple[int, bool]] = set()
+    while scored.is_alive():
+        for child in me.children():
+            if child.pid not in before:
+                slept = False
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for number in REQUESTS:
+                        child.send_signal(number)
+                    for grandchild in child.children():
+                        grandchild.terminate()
+                        slept = True
+                signalled.add((child.pid, slept))
+        time.sleep(0.002)
+    scored.join()
+    assert len({pid for pid, _ in signalled}) == 1
+    assert any(slept for _, slept in signalled)
+    assert results[0].excluded == {}
+    assert results[0].rewards.tolist() == [-signal.SIGTERM]
 
 
 def test_the_children_of_a_killed_verifier_die_with_it(pools: Pools, tmp_path: Path) -> None:
