@@ -75,13 +75,12 @@ def preempt(run: RunDir, job: str, attempt: int, taken: str, phase: Phase) -> Pr
     assert "COMPLETED" not in states
     assert job_record(high).state in ("RUNNING", "COMPLETING", "COMPLETED"), "it has its node"
     saved = newest(run)
-    written = (run.checkpoints / saved.name / manifest.MANIFEST).stat().st_mtime
     return Preemption(
         taken=taken,
         phase=phase,
         step=step,
         signal_s=signalled - queued,
-        durable_s=written - signalled if saved != before else 0.0,
+        durable_s=max(0.0, _written(run, saved) - signalled) if saved != before else 0.0,
         ended_s=ending["time"] - signalled,
         saved=saved,
         samples_left=_samples_left(run),
@@ -90,13 +89,13 @@ def preempt(run: RunDir, job: str, attempt: int, taken: str, phase: Phase) -> Pr
 
 
 def freeze(run: RunDir, attempt: int, phase: Phase) -> tuple[int, list[int]]:
-    """Stop the processes of a run in ``phase`` of a step behind its first; return step and pids."""
+    """Stop the processes of a run in ``phase`` of its second step or later; return step and pids."""
     progress = run.attempt(attempt).progress
     began = run.attempt(attempt).started
     wait_until(began.exists, f"attempt {attempt}", 120)
     wait_until(
-        lambda: progress.exists() and read_json(progress)["step"] > 0,
-        f"the first step of attempt {attempt}",
+        lambda: progress.exists() and read_json(progress)["step"] > 1,
+        f"a step of attempt {attempt}",
         START_TIMEOUT_S,
     )
     # the samplers, too: a rollout is to be in its middle still when the signal comes
@@ -159,6 +158,10 @@ def nodes_of(run: RunDir, attempt: int, component: str) -> list[str]:
 def accounted(job: str) -> list[str]:
     """States of a job's components, and of its earlier runs before it was requeued."""
     return _output("sacct", "-X", "-D", "-n", "-P", "-j", job, "-o", "State").split()
+
+
+def _written(run: RunDir, saved: SavePoint) -> float:
+    return (run.checkpoints / saved.name / manifest.MANIFEST).stat().st_mtime
 
 
 def _samples_left(run: RunDir) -> int:

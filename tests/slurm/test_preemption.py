@@ -47,7 +47,8 @@ SEED = int(os.environ.get("KILL_SEED", "0"))
 def command(tmp_path: Path, slurm_cluster: object) -> Iterator[Command]:
     command = Command(tmp_path, "preempted", OVERRIDES)
     yield command
-    subprocess.run(["scancel", "--me", "--name=preempted", "--name=preempts"], check=True)
+    for name in ("preempted", "preempts"):
+        subprocess.run(["scancel", "--me", f"--name={name}"], check=True)
     wait_until(lambda: not processes_of(command.run_dir.path), "no process to be left", 30)
 
 
