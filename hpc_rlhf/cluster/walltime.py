@@ -30,6 +30,20 @@ class Deadline:
         return seconds <= self.left_s
 
 
+def by_this_clock(end: float, *, job_start: float | None, script_start: float) -> float:
+    """The end of an allocation by the clock of this node, if that is behind the one Slurm goes by.
+
+    No script starts before its job: what it seems to, the clocks differ by. A late start says nothing
+    of them, since nodes boot and prologs run.
+
+    Args:
+        end: Unix time, by Slurm's clock.
+        job_start: as ``end``; None where Slurm does not say.
+        script_start: when the job script's process began, by this node's clock.
+    """
+    return end if job_start is None else end + min(0.0, script_start - job_start)
+
+
 class DurationEstimate:
     """How long the next one of a kind will take: the 95th percentile of the past ones.
 

@@ -1,6 +1,7 @@
 """From what is left of an attempt to one sentence: which component, node and rank, in which phase."""
 
 import json
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Diagnosis:
     phase: str | None = None
     step: int | None = None
     final: bool = False  # the run is complete, or does not go on by itself
+    lost_nodes: tuple[str, ...] = ()
 
 
 def read_progress(attempt: Attempt) -> Progress:
@@ -107,7 +109,8 @@ def diagnose(
     """Name the process that ended a step, before its peers that died in consequence.
 
     In this order: a node that failed; a task that a signal of its own killed and that could write
-    nothing; the record of the exception raised first; the task that was seen to end first.
+    nothing; the exception that was raised first, before those about lost connections to peers (the
+    clocks of nodes differ); the task that was seen to end first.
 
     Args:
         records: failure records of the step's processes, by the rank in its world.
@@ -115,7 +118,7 @@ def diagnose(
     """
     death = _killed(ended, records)
     if death is None and records:
-        first = min(records.values(), key=lambda record: record.time)
+        first = min(records.values(), key=lambda record: (_is_of_a_peer(record), record.time))
         culprit = TaskDeath(first.rank, first.node)
         what, detail, phase = "failed", f": {first.error}", first.phase
     elif death is not None or ended.deaths:
@@ -160,6 +163,19 @@ def _killed(ended: StepExit, records: dict[int, FailureRecord]) -> TaskDeath | N
         if death.rank not in records and death.signal not in _WEAK_SIGNALS:
             return death
     return None
+
+
+# what gloo, NCCL, torch's store and sockets say when a process at their other end is gone
+_LOST_PEER = re.compile(
+    r"connection (was )?(reset|refused|closed|aborted)|closed by peer|remote process exited"
+    r"|broken pipe|socket closed|gloo|nccl|DistBackendError|DistNetworkError",
+    re.IGNORECASE,
+)
+
+
+def _is_of_a_peer(record: FailureRecord) -> bool:
+    """Whether an exception may well be the consequence of another process's end."""
+    return _LOST_PEER.search(record.error) is not None
 
 
 def _describe(death: TaskDeath) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hpc_rlhf.cluster.world import LOCAL_JOB, LOCAL_VARIABLES, STEP_VARIABLES
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch.job_plan import JobPlan, component_command
+from hpc_rlhf.launch.node_watch import NodeWatch
 from hpc_rlhf.launch.steps import StepExit, TaskDeath, peer_grace_s, step_name
 from hpc_rlhf.run_dir import Attempt
 
@@ -37,6 +38,12 @@ class LocalStepLauncher:
         self._attempt = attempt
         self._gpus = _assign_gpus(plan, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.job_id = f"{LOCAL_JOB}-{os.getpid()}"
+
+    def watch(self) -> NodeWatch:
+        return NodeWatch(())
+
+    def lose(self, node: str) -> None:
+        """Nothing to do: there is no other node than this one."""
 
     def start(self, component: str, replica: int | None = None) -> "LocalStep":
         """Start all ranks of a component, or the one process of a replica."""
@@ -72,6 +79,7 @@ class LocalStep:
 
     def __init__(self, name: str, processes: list[subprocess.Popen[bytes]]) -> None:
         self.name = name
+        self.hosts: tuple[str, ...] = ()
         self.nodes = f"{os.uname().nodename} (pid {', '.join(str(p.pid) for p in processes)})"
         self._running = dict(enumerate(processes))
         self._deaths: list[TaskDeath] = []

@@ -5,9 +5,10 @@ kill. So the supervisor asks for the requeue itself, or has queued a successor b
 """
 
 import os
+import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,8 +22,11 @@ from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.launch.srun import COMMAND_TIMEOUT_S, JobRecord, job_record, slurm_command
 from hpc_rlhf.run_dir import Attempt, RunDir
 
-QueueAgain = Callable[[str], str]
-"""Queue the same job with a ``--dependency``; return its id. UserError: sbatch refused it."""
+QueueAgain = Callable[[str, Sequence[str]], str]
+"""Queue the same job with a ``--dependency``, on other nodes than those named; return its id.
+
+UserError: sbatch refused it.
+"""
 
 
 # ------------------------------------------------------------------------------------------- progress
@@ -157,8 +161,12 @@ class Continuation(Protocol):
     def begin(self, attempt: Attempt) -> str | None:
         """Prepare the next attempt when this one begins; returns what was done, for the log."""
 
-    def go_on(self) -> tuple[bool, str]:
-        """Make it happen, when this attempt has ended; whether it will, and how or why not."""
+    def go_on(self, lost: Sequence[str] = ()) -> tuple[bool, str]:
+        """Make it happen, when this attempt has ended; whether it will, and how or why not.
+
+        Args:
+            lost: nodes that the attempt lost, and Slurm may not know of yet.
+        """
 
     def stop(self) -> str | None:
         """Take back what :meth:`begin` prepared: the run is complete, or is not to go on."""
@@ -172,7 +180,9 @@ def continuation(
     if job_id is None or plan.requeue is Requeue.NONE:
         return ByHand(plan)
     return (
-        SelfRequeue(job_id) if plan.requeue is Requeue.REQUEUE else Successor(job_id, queue_again)
+        SelfRequeue(job_id, queue_again)
+        if plan.requeue is Requeue.REQUEUE
+        else Successor(job_id, queue_again)
     )
 
 
@@ -185,7 +195,7 @@ class ByHand:
     def begin(self, attempt: Attempt) -> str | None:
         return None
 
-    def go_on(self) -> tuple[bool, str]:
+    def go_on(self, lost: Sequence[str] = ()) -> tuple[bool, str]:
         return False, f"the same command resumes {self._plan.run_dir}"
 
     def stop(self) -> str | None:
@@ -193,28 +203,49 @@ class ByHand:
 
 
 class SelfRequeue:
-    """The job asks for its own requeue while it still runs."""
+    """The job asks for its own requeue while it still runs.
 
-    def __init__(self, job_id: str) -> None:
+    Where that is refused (JobRequeue=0 and the like), and after the loss of a node, the same job is
+    queued anew instead: a requeued one could come back to that node, and Slurm 22.05 gives it no GPUs
+    any more ("node offset invalid").
+    """
+
+    def __init__(self, job_id: str, queue_again: QueueAgain) -> None:
         self._job_id = job_id
+        self._queue_again = queue_again
+        self._attempt: Attempt | None = None
 
     def begin(self, attempt: Attempt) -> str | None:
+        self._attempt = attempt
         return None
 
-    def go_on(self) -> tuple[bool, str]:
+    def go_on(self, lost: Sequence[str] = ()) -> tuple[bool, str]:
         try:
             job = job_record(self._job_id)
-            if not is_wanted(job):
-                # A requeue would bring back what was cancelled; what Slurm itself requeues comes
-                # back without us.
-                return False, f"not requeued: Slurm is ending job {self._job_id} already"
-            slurm_command(["scontrol", "requeue", self._job_id])
         except ComponentError as error:
-            return False, (
-                f"job {self._job_id} cannot be requeued ({error}): submit it again to resume, or set "
-                "cluster.requeue=successor where jobs may not be requeued"
-            )
-        return True, f"job {self._job_id} is requeued"
+            return False, f"submit it again to resume: Slurm does not answer ({error})"
+        if not is_wanted(job):
+            # A requeue would bring back what was cancelled; what Slurm itself requeues comes
+            # back without us.
+            return False, f"not requeued: Slurm is ending job {self._job_id} already"
+        refusals: list[str] = []
+        for way in (self._queue, self._requeue) if lost else (self._requeue, self._queue):
+            try:
+                return True, "; ".join([*refusals, way(lost)])
+            except (UserError, ComponentError) as error:
+                refusals.append(str(error))
+        return False, f"submit it again to resume: {'; '.join(refusals)}"
+
+    def _requeue(self, lost: Sequence[str]) -> str:
+        slurm_command(["scontrol", "requeue", self._job_id])
+        return f"job {self._job_id} is requeued"
+
+    def _queue(self, lost: Sequence[str]) -> str:
+        assert self._attempt is not None
+        queued = self._queue_again(f"afterany:{self._job_id}", lost)
+        _record_successor(self._attempt, queued, self._job_id)
+        without = f", without {', '.join(lost)}" if lost else ""
+        return f"job {queued} is queued in the place of job {self._job_id}{without}"
 
     def stop(self) -> str | None:
         return None
@@ -239,19 +270,24 @@ class Successor:
 
     def begin(self, attempt: Attempt) -> str | None:
         try:
-            self._queued = self._queue_again(f"afterany:{self._job_id}")
+            self._queued = self._queue_again(f"afterany:{self._job_id}", ())
         except (UserError, ComponentError) as error:
             return f"no successor was queued, the run will not go on by itself: {error}"
-        publish_json(
-            attempt.successor,
-            {"job_id": self._queued, "after": self._job_id, "time": time.time()},
-        )
+        _record_successor(attempt, self._queued, self._job_id)
         return f"job {self._queued} is queued to succeed this one"
 
-    def go_on(self) -> tuple[bool, str]:
+    def go_on(self, lost: Sequence[str] = ()) -> tuple[bool, str]:
         if self._queued is None:
             return False, "no successor was queued: submit it again to resume"
-        return True, f"job {self._queued} goes on"
+        how = f"job {self._queued} goes on"
+        if lost:
+            without = f"ExcNodeList={','.join(lost)}"
+            try:
+                slurm_command(["scontrol", "update", f"JobId={self._queued}", without])
+                how += f", without {', '.join(lost)}"
+            except ComponentError as error:
+                how += f", with {', '.join(lost)} if Slurm takes it for up by then ({error})"
+        return True, how
 
     def stop(self) -> str | None:
         if self._queued is None:
@@ -261,6 +297,10 @@ class Successor:
         except ComponentError as error:
             return f"the successor is still queued, cancel it by hand: {error}"
         return f"the successor, job {self._queued}, is cancelled"
+
+
+def _record_successor(attempt: Attempt, queued: str, after: str) -> None:
+    publish_json(attempt.successor, {"job_id": queued, "after": after, "time": time.time()})
 
 
 def _successor(attempt: Attempt) -> str | None:
@@ -274,16 +314,20 @@ def _job_or_none(job_id: str) -> str | None:
         return None
 
 
-def queue_script_again(dependency: str) -> str:
+def queue_script_again(dependency: str, without: Sequence[str]) -> str:
     """Queue the batch script of this very job once more.
 
     Options given to sbatch on its command line are not in the script, and are lost.
+
+    Args:
+        without: nodes that it is not to get.
 
     Raises:
         ComponentError: Slurm does not give the script (this is no batch job).
         UserError: sbatch refused it.
     """
     script = slurm_command(["scontrol", "write", "batch_script", os.environ["SLURM_JOB_ID"], "-"])
+    script = exclude_nodes(script, without)
     command = [*outside_of_job(os.environ), "sbatch", "--parsable", f"--dependency={dependency}"]
     done = subprocess.run(
         command,
@@ -296,6 +340,19 @@ def queue_script_again(dependency: str) -> str:
     if done.returncode != 0:
         raise UserError(f"sbatch refused the job: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
+
+
+def exclude_nodes(script: str, nodes: Sequence[str]) -> str:
+    """A job script with nodes excluded from each of its components, beside those that it excludes."""
+    if not nodes:
+        return script
+    lines: list[str] = []
+    for line in script.splitlines():
+        own = re.match(r"#SBATCH\s+(?:--exclude[= ]|-x\s*)(\S+)\s*$", line)
+        lines.append(f"#SBATCH --exclude={own[1]},{','.join(nodes)}" if own else line)
+        if line.startswith("#!") or re.match(r"#SBATCH\s+(het|pack)job\b", line):
+            lines.append(f"#SBATCH --exclude={','.join(nodes)}")  # one below it takes its place
+    return "\n".join(lines) + "\n"
 
 
 def outside_of_job(environ: Mapping[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.errors import ComponentError, ExitCode, UserError
 from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch.job_plan import JobPlan
-from hpc_rlhf.launch.requeue import outside_of_job
+from hpc_rlhf.launch.requeue import exclude_nodes, outside_of_job
 from hpc_rlhf.launch.sbatch import render_script
 from hpc_rlhf.launch.srun import SlurmStepLauncher, queue_states
 from hpc_rlhf.launch.supervisor import work_on
@@ -61,7 +61,7 @@ class SupervisedAttempt:
                 self.plan,
                 SlurmStepLauncher,
                 flag,
-                lambda dependency: str(_queue(self.plan, dependency).job_id),
+                lambda dependency, without: str(_queue(self.plan, dependency, without).job_id),
             )
         except UserError as error:
             print(f"hpc-rlhf: {error}", file=sys.stderr)
@@ -104,11 +104,21 @@ class HetSlurmExecutor(submitit_slurm.SlurmExecutor):
 
     job_class = HetSlurmJob
 
-    def __init__(self, folder: Path, plan: JobPlan, dependency: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: JobPlan,
+        dependency: str | None = None,
+        without: Sequence[str] = (),
+    ) -> None:
+        """Args:
+        without: nodes that the job is not to get.
+        """
         # the countdown of timeouts would end a run that needs many walltimes
         super().__init__(folder, max_num_timeout=2**31, python=shlex.quote(plan.python))
         self.plan = plan
         self._dependency = dependency
+        self._without = without
         self.parameters["time"] = plan.time_min
 
     @classmethod
@@ -119,7 +129,7 @@ class HetSlurmExecutor(submitit_slurm.SlurmExecutor):
         return 1
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return job_script(self.plan, self.folder)
+        return exclude_nodes(job_script(self.plan, self.folder), self._without)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         dependency = [f"--dependency={self._dependency}"] if self._dependency else []
@@ -211,13 +221,15 @@ def submit(plan: JobPlan) -> submitit.Job[int]:
     return job
 
 
-def _queue(plan: JobPlan, dependency: str | None = None) -> submitit.Job[int]:
+def _queue(
+    plan: JobPlan, dependency: str | None = None, without: Sequence[str] = ()
+) -> submitit.Job[int]:
     if shutil.which("sbatch") is None:
         raise UserError(
             "sbatch is not on the PATH: submit from a login node of a Slurm cluster, or use "
             "cluster.launcher=local"
         )
-    executor = HetSlurmExecutor(submission_folder(plan.run), plan, dependency)
+    executor = HetSlurmExecutor(submission_folder(plan.run), plan, dependency, without)
     try:
         return executor.submit(SupervisedAttempt(plan))
     except FailedJobError as error:

@@ -6,20 +6,23 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_rlhf.cluster.walltime import by_this_clock
 from hpc_rlhf.cluster.world import LOCAL_VARIABLES, STEP_VARIABLES
 from hpc_rlhf.config import Het
 from hpc_rlhf.errors import ComponentError, UserError
 from hpc_rlhf.launch.job_plan import JobPlan, Resources, component_command
+from hpc_rlhf.launch.node_watch import NodeWatch
 from hpc_rlhf.launch.sbatch import has_own_gpu_request, is_heterogeneous
-from hpc_rlhf.launch.steps import StepExit, TaskDeath, peer_grace_s, step_name
+from hpc_rlhf.launch.steps import NoNodeLeft, StepExit, TaskDeath, peer_grace_s, step_name
 from hpc_rlhf.run_dir import Attempt
 
 KILL_GRACE_S = 3.0  # from SIGTERM to srun, which kills its tasks, to SIGKILL
 STEP_CREATION_S = 120  # srun gives up when the nodes of the allocation stay busy for so long
+MOVED_CREATION_S = 10  # ... of a replica whose node is lost, on another one, which may have no room
 COMMAND_TIMEOUT_S = 60.0  # of squeue and scontrol
 
 # What the job's own options leave in its environment, and srun would read as options of a step:
@@ -56,17 +59,33 @@ class SlurmStepLauncher:
         self._plan = plan
         self._attempt = attempt
         self._nodes = component_nodes(plan, os.environ)
+        self._lost: set[str] = set()
         self.job_id = os.environ["SLURM_JOB_ID"]
+
+    def watch(self) -> NodeWatch:
+        nodes = [node for nodes in self._nodes.values() for node in nodes]
+        return NodeWatch(nodes, confirm_port=slurmd_port())
+
+    def lose(self, node: str) -> None:
+        self._lost.add(node)
 
     def start(self, component: str, replica: int | None = None) -> "SrunStep":
         nodes = self._nodes[component]
+        patience_s = STEP_CREATION_S
         if replica is not None:
             per_node = self._plan.component(component).resources.tasks_per_node
-            nodes = [nodes[replica // per_node]]
+            node = choose_node(nodes, replica // per_node, self._lost)
+            if node is None:
+                raise NoNodeLeft(
+                    f"all nodes of {component} are lost: {', '.join(sorted(self._lost))}"
+                )
+            if node != nodes[replica // per_node]:
+                patience_s = MOVED_CREATION_S
+            nodes = [node]
         name = step_name(component, replica)
         command = [
             "srun",
-            *srun_options(self._plan, component, replica, nodes),
+            *srun_options(self._plan, component, replica, nodes, patience_s),
             *_logged(self._attempt, component, replica),
             *component_command(self._plan, component, self._attempt.number, replica),
         ]
@@ -80,7 +99,7 @@ class SlurmStepLauncher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        return SrunStep(name, ",".join(nodes), process, log, offset)
+        return SrunStep(name, nodes, process, log, offset)
 
     def _environment(self, component: str) -> dict[str, str]:
         return {
@@ -91,13 +110,24 @@ class SlurmStepLauncher:
         }
 
 
+def choose_node(nodes: Sequence[str], home: int, lost: Collection[str]) -> str | None:
+    """The node of a replica: the one it was planned for, else the next that is not lost."""
+    turned = (*nodes[home:], *nodes[:home])
+    return next((node for node in turned if node not in lost), None)
+
+
 def srun_options(
-    plan: JobPlan, component: str, replica: int | None, nodes: Sequence[str]
+    plan: JobPlan,
+    component: str,
+    replica: int | None,
+    nodes: Sequence[str],
+    patience_s: int = STEP_CREATION_S,
 ) -> list[str]:
     """Options of one step, every one of its sizes said: what srun inherits differs by version.
 
     Args:
         nodes: the step's nodes, one for a replica.
+        patience_s: for how long srun waits for resources of the allocation to be free.
     """
     part = plan.component(component)
     resources = part.resources if replica is None else part.replica_resources
@@ -113,20 +143,19 @@ def srun_options(
         *_gpu_options(plan, resources),
         "--kill-on-bad-exit=1",
         "--wait=0",  # a site's WaitTime would end the tasks that are not done soon after the first
-        f"--immediate={STEP_CREATION_S}",
+        f"--immediate={patience_s}",
         "--input=none",
         "--mpi=none",  # whatever the site's MpiDefault is: nothing here is an MPI program
         "--export=ALL",
     ]
     if is_heterogeneous(plan):
         options.append(f"--het-group={plan.group(component)}")
-    if plan.het == Het.STEPS:
-        before = sum(p.resources.nodes for p in plan.components[: plan.group(component)])
-        if replica is not None:
-            before += replica // part.resources.tasks_per_node
-        options.append(f"--relative={before}")
-    elif replica is not None:
+    if replica is not None:
+        # by name: Slurm takes a lost node out of the allocation, and counts anew
         options.append(f"--nodelist={nodes[0]}")
+    elif plan.het == Het.STEPS:
+        before = sum(p.resources.nodes for p in plan.components[: plan.group(component)])
+        options.append(f"--relative={before}")
     return options
 
 
@@ -167,10 +196,16 @@ class SrunStep:
     """A step that ``srun`` waits for."""
 
     def __init__(
-        self, name: str, nodes: str, process: subprocess.Popen[bytes], log: Path, offset: int
+        self,
+        name: str,
+        hosts: Sequence[str],
+        process: subprocess.Popen[bytes],
+        log: Path,
+        offset: int,
     ) -> None:
         self.name = name
-        self.nodes = f"{nodes} (srun pid {process.pid})"
+        self.hosts = hosts
+        self.nodes = f"{','.join(hosts)} (srun pid {process.pid})"
         self._process = process
         self._log = log
         self._offset = offset  # where this step's part of the log begins
@@ -346,6 +381,16 @@ def parse_sacct(text: str) -> list[JobLine]:
     return sorted(lines, key=lambda line: line.job_id)
 
 
+def slurmd_port() -> int | None:
+    """Where the nodes' slurmd listen; None if Slurm does not say."""
+    try:
+        text = slurm_command(["scontrol", "show", "config"])
+    except ComponentError:
+        return None
+    match = re.search(r"^SlurmdPort\s*=\s*(\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else None
+
+
 @dataclass(frozen=True)
 class JobRecord:
     """What the controller says of a job (of the leader, of a heterogeneous one)."""
@@ -353,7 +398,8 @@ class JobRecord:
     state: str  # RUNNING, COMPLETING, PENDING, CANCELLED, ...
     reason: str = "None"  # of that state: TimeLimit, Dependency, ...
     restarts: int = 0
-    end_time: str | None = None  # of its time limit, in this node's local time, "Unknown" possible
+    start_time: str | None = None  # this and the next: in this node's local time, or "Unknown"
+    end_time: str | None = None  # of its time limit
 
     @property
     def holds_nodes(self) -> bool:
@@ -382,36 +428,47 @@ def job_record(job_id: str) -> JobRecord:
         raise
 
 
-def allocation_end(environ: Mapping[str, str]) -> float | None:
-    """Unix time at which the job of this process reaches its time limit.
+def allocation_end(environ: Mapping[str, str], script_start: float) -> float | None:
+    """Unix time, by this node's clock, at which the job of this process reaches its time limit.
 
     None outside of a job, without a limit, and where Slurm (before 23.02, which set no variable)
     does not answer.
+
+    Args:
+        script_start: when the job script began, by this node's clock.
     """
     if "SLURM_JOB_ID" not in environ:
         return None
+    start: float | None = None
     if "SLURM_JOB_END_TIME" in environ:
-        return float(environ["SLURM_JOB_END_TIME"])
-    try:
-        end = job_record(environ["SLURM_JOB_ID"]).end_time
-    except ComponentError:
+        end: float | None = float(environ["SLURM_JOB_END_TIME"])
+        if "SLURM_JOB_START_TIME" in environ:
+            start = float(environ["SLURM_JOB_START_TIME"])
+    else:
+        try:
+            job = job_record(environ["SLURM_JOB_ID"])
+        except ComponentError:
+            return None
+        start, end = parse_time(job.start_time), parse_time(job.end_time)
+    return None if end is None else by_this_clock(end, job_start=start, script_start=script_start)
+
+
+def parse_time(text: str | None) -> float | None:
+    """Unix time of one that Slurm printed in the local time of this process, None if it is none."""
+    if text in (None, "Unknown", "N/A", "NONE"):
         return None
-    return None if end in (None, "Unknown", "N/A", "NONE") else parse_time(str(end))
-
-
-def parse_time(text: str) -> float:
-    """Unix time of one that Slurm printed in the local time of this process."""
-    return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    return time.mktime(time.strptime(str(text), "%Y-%m-%dT%H:%M:%S"))
 
 
 def parse_job(text: str) -> JobRecord:
     """Read the first line of ``scontrol --oneliner show job``: a het job's leader."""
     line = text.splitlines()[0]
-    fields = dict(re.findall(r"(?:^| )(JobState|Reason|Restarts|EndTime)=(\S+)", line))
+    fields = dict(re.findall(r"(?:^| )(JobState|Reason|Restarts|StartTime|EndTime)=(\S+)", line))
     return JobRecord(
         fields["JobState"],
         fields.get("Reason", "None"),
         int(fields.get("Restarts", 0)),
+        fields.get("StartTime"),
         fields.get("EndTime"),
     )
 

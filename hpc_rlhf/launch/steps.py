@@ -1,9 +1,15 @@
 """What the supervisor needs of a launcher: start a step, see it end, end it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hpc_rlhf.errors import ExitCode
+from hpc_rlhf.errors import ComponentError, ExitCode
+from hpc_rlhf.launch.node_watch import NodeWatch
+
+
+class NoNodeLeft(ComponentError):
+    """A replica's node is lost, and no other one of its component has room for it."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,10 @@ class StepHandle(Protocol):
     def nodes(self) -> str:
         """Where it runs, for people."""
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Nodes to watch, those of the lower ranks first; none where they share this process's fate."""
+
     def poll(self) -> StepExit | None:
         """How it ended, None while any of its tasks is there. Does not block."""
 
@@ -59,7 +69,17 @@ class StepLauncher(Protocol):
     def job_id(self) -> str: ...
 
     def start(self, component: str, replica: int | None = None) -> StepHandle:
-        """Start the step of ``component``, or of one of its replicas."""
+        """Start the step of ``component``, or of one of its replicas.
+
+        Raises:
+            NoNodeLeft: there is none to start the replica on.
+        """
+
+    def watch(self) -> NodeWatch:
+        """Watch the nodes of the attempt."""
+
+    def lose(self, node: str) -> None:
+        """Start nothing more on ``node``."""
 
 
 def peer_grace_s(first: TaskDeath) -> float:

@@ -6,9 +6,11 @@ the attempt, every step is gone seconds later.
 """
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -19,7 +21,7 @@ from hpc_rlhf.cluster.walltime import Deadline
 from hpc_rlhf.cluster.world import LOCAL_JOB
 from hpc_rlhf.errors import ExitCode, UserError
 from hpc_rlhf.fs import publish_json, read_json
-from hpc_rlhf.launch.claim import Claim, hold
+from hpc_rlhf.launch.claim import Claim, hold, process_started
 from hpc_rlhf.launch.diagnosis import (
     Diagnosis,
     diagnose,
@@ -29,6 +31,7 @@ from hpc_rlhf.launch.diagnosis import (
     read_stop,
 )
 from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan
+from hpc_rlhf.launch.node_watch import SILENT_S, NodeWatch
 from hpc_rlhf.launch.requeue import (
     QueueAgain,
     check_chain,
@@ -39,7 +42,14 @@ from hpc_rlhf.launch.requeue import (
     queue_script_again,
 )
 from hpc_rlhf.launch.srun import allocation_end
-from hpc_rlhf.launch.steps import StepExit, StepHandle, StepLauncher, step_name
+from hpc_rlhf.launch.steps import (
+    NoNodeLeft,
+    StepExit,
+    StepHandle,
+    StepLauncher,
+    TaskDeath,
+    step_name,
+)
 from hpc_rlhf.observe.startup import StartUpReport
 from hpc_rlhf.run_dir import Attempt
 
@@ -100,7 +110,7 @@ def work_on(
             if ending.exit_code is ExitCode.INTERRUPTED:
                 log(f"the same command resumes {plan.run_dir}")
             return ending
-        goes_on, how = after.go_on()
+        goes_on, how = after.go_on(ending.lost_nodes)
         _note(log, how)
     return replace(ending, final=not goes_on)
 
@@ -130,7 +140,10 @@ def supervise(
         Why it ended, with the exit code: DONE when the learner completed; INTERRUPTED when it
         stopped on request, its state durable; BAD_INPUT when it refused its input; else FAILED.
     """
-    end_time = allocation_end(os.environ)
+    end_time = allocation_end(os.environ, _process_start())
+    is_past = end_time is not None and end_time <= time.time()
+    if is_past:  # of an allocation that is there: this node's clock is wrong
+        end_time = None
     deadline = Deadline(end_time, margin_s=min(ENDING_S, plan.signal_delay_s / 4))
     publish_json(attempt.plan, plan.to_json())
     publish_json(
@@ -146,7 +159,20 @@ def supervise(
         },
     )
     with EventLog(attempt.path / "logs" / "supervisor.log") as log:
+        if is_past:
+            log(
+                "by this node's clock the allocation, which has just begun, is over: the walltime is "
+                f"not known, {plan.signal} will come {plan.signal_delay_s} s before its end"
+            )
         return _Supervisor(plan, attempt, launcher, flag, claim, log, deadline).run()
+
+
+def _process_start() -> float:
+    """Unix time at which this process began: the job script, which has become it by exec."""
+    started = process_started(os.getpid())
+    assert started is not None
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 class EventLog:
@@ -181,6 +207,9 @@ class _Step:
     started: float = 0.0  # monotonic
     start_again_at: float | None = None  # monotonic
     deaths_in_row: int = 0
+    home: Sequence[str] | None = None  # its first nodes
+    hosts: Sequence[str] = ()  # its latest ones
+    given_up: bool = False
 
     @property
     def name(self) -> str:
@@ -206,6 +235,8 @@ class _Supervisor:
         self._log = log
         self._deadline = deadline
         self._look_at_startup: float | None = 0.0  # monotonic; None: it was said
+        self._lost: set[str] = set()  # nodes
+        self._dying: list[StepHandle] = []  # of steps on lost nodes, which may be in no hurry
         self._steps = [
             _Step(component, replica)
             for component in plan.components
@@ -232,16 +263,26 @@ class _Supervisor:
         self._end_all()
         by_user = any(name == "SIGINT" for name, _ in self._flag.seen)
         ending = conclude(self._plan, self._attempt, ending, by_user=by_user)
+        ending = replace(ending, lost_nodes=tuple(sorted(self._lost)))
         self._finish(ending)
         return ending
 
     def _watch(self) -> Diagnosis:
         """Start every step; return why the attempt ends."""
-        for step in self._steps:
-            self._start(step)
+        with closing(self._launcher.watch()) as nodes:
+            for step in self._steps:
+                self._start(step)
+            return self._watch_steps(nodes)
+
+    def _watch_steps(self, nodes: NodeWatch) -> Diagnosis:
         drain_s = 0.0
         drain_until: float | None = None
         while True:
+            for node in nodes.lost():
+                ending = self._node_lost(node) if node not in self._lost else None
+                if ending is not None:
+                    return ending
+            self._dying = [handle for handle in self._dying if handle.poll() is None]
             for step in self._steps:
                 ended = step.handle.poll() if step.handle else None
                 if ended is not None:
@@ -264,7 +305,9 @@ class _Supervisor:
                 elif sum(name == "SIGINT" for name, _ in self._flag.seen) > 1:
                     return self._interrupted("was not waited for (second Ctrl-C)")
             else:
-                self._start_again()
+                ending = self._start_again()
+                if ending is not None:
+                    return ending
             time.sleep(POLL_S)
 
     def _say_startup(self) -> None:
@@ -296,14 +339,48 @@ class _Supervisor:
 
     def _start(self, step: _Step) -> None:
         step.handle = self._launcher.start(step.component.name, step.replica)
+        step.hosts = step.handle.hosts
+        step.home = step.home or step.hosts
         step.started = time.monotonic()
         step.start_again_at = None
         self._log(f"{step.name}: started on {step.handle.nodes}")
 
-    def _start_again(self) -> None:
+    def _start_again(self) -> Diagnosis | None:
         for step in self._steps:
             if step.start_again_at is not None and time.monotonic() >= step.start_again_at:
-                self._start(step)
+                try:
+                    self._start(step)
+                except NoNodeLeft as error:
+                    return self._give_up(step, str(error))
+        return None
+
+    def _give_up(self, step: _Step, why: str) -> Diagnosis | None:
+        """Go on without a replica whose node is lost; return why the attempt ends if it is the last."""
+        step.start_again_at, step.given_up = None, True
+        name = step.component.name
+        left = sum(s.component is step.component and not s.given_up for s in self._steps)
+        if left == 0:
+            return Diagnosis(f"no {name} is left: {why}", ExitCode.INTERRUPTED, component=name)
+        self._log(f"{step.name}: given up, {why}; the attempt goes on with {left} {name}(s)")
+        return None
+
+    def _node_lost(self, node: str) -> Diagnosis | None:
+        """End what runs on a node that is gone; return why the attempt ends, None if it goes on."""
+        self._lost.add(node)
+        self._launcher.lose(node)
+        self._log(f"{node} is lost: down or cut off, it has not answered for {SILENT_S:g} s")
+        for step in self._steps:
+            if step.handle is None or node not in step.hosts:
+                continue
+            step.handle.kill()
+            self._dying.append(step.handle)
+            step.handle = None
+            rank = list(step.hosts).index(node) * step.component.resources.tasks_per_node
+            death = TaskDeath(rank, node, node_failed=True)
+            ending = self._ended(step, StepExit(128 + signal.SIGKILL, (death,)))
+            if ending is not None:
+                return ending
+        return None
 
     def _ask_to_stop(self) -> None:
         self._log(f"{self._flag.reason}: asked the learner to stop at its next save point")
@@ -353,6 +430,16 @@ class _Supervisor:
         if self._flag.requested:
             self._log(f"{death.reason}; not started again, the attempt is being stopped")
             return None
+        lost = [task.node for task in ended.deaths if task.node_failed and task.node]
+        if lost:
+            self._lost.update(lost)
+            for node in lost:
+                self._launcher.lose(node)
+            step.start_again_at = time.monotonic()
+            self._log(f"{death.reason}; to be started on another node, if one has room")
+            return None
+        if step.hosts != step.home and not ended.deaths:  # it was not even created there
+            return self._give_up(step, death.reason)
         lived = time.monotonic() - step.started
         step.deaths_in_row = 1 if lived >= component.restart_reset_s else step.deaths_in_row + 1
         if step.deaths_in_row > component.max_restarts:
@@ -395,6 +482,7 @@ class _Supervisor:
             for step in self._steps:
                 if step.handle is not None and step.handle.poll() is not None:
                     step.handle = None
+            self._dying = [handle for handle in self._dying if handle.poll() is None]
             if not self._running():
                 return True
             if time.monotonic() >= until:
@@ -402,7 +490,8 @@ class _Supervisor:
             time.sleep(POLL_S)
 
     def _running(self) -> str:
-        return ", ".join(step.name for step in self._steps if step.handle is not None)
+        running = [step.name for step in self._steps if step.handle is not None]
+        return ", ".join([*running, *(f"{handle.name} on a lost node" for handle in self._dying)])
 
     def _finish(self, ending: Diagnosis) -> None:
         publish_json(

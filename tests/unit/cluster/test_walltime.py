@@ -2,7 +2,12 @@ import math
 
 import pytest
 
-from hpc_rlhf.cluster.walltime import Deadline, DurationEstimate, WalltimeGuard
+from hpc_rlhf.cluster.walltime import (
+    Deadline,
+    DurationEstimate,
+    WalltimeGuard,
+    by_this_clock,
+)
 from hpc_rlhf.types import Phase
 
 
@@ -13,6 +18,13 @@ def test_deadline() -> None:
     assert not deadline.fits(70.1)
     assert Deadline(None).left_s == math.inf
     assert Deadline(None).fits(1e9)
+
+
+def test_clock_of_this_node() -> None:
+    assert by_this_clock(1000.0, job_start=400.0, script_start=400.9) == 1000.0
+    assert by_this_clock(1000.0, job_start=400.0, script_start=700.0) == 1000.0  # a slow start
+    assert by_this_clock(1000.0, job_start=400.0, script_start=100.0) == 700.0  # it is behind
+    assert by_this_clock(1000.0, job_start=None, script_start=100.0) == 1000.0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from hpc_rlhf.errors import ExitCode
 from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch.diagnosis import (
@@ -34,6 +36,24 @@ def test_first_exception_comes_before_later_ones() -> None:
     records = {2: record(2, 9.0, "RuntimeError: connection reset"), 0: record(0, 8.5)}
     found = diagnose("learner", ended, records, AT)
     assert found.reason == "learner rank 0 on node0 failed in phase score of step 7: ValueError: no"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:2",
+        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+    ],
+)
+def test_clocks_of_nodes_may_differ(error: str) -> None:
+    """Rank 1 lost its peer, by its own clock before that raised."""
+    ended = StepExit(1, (TaskDeath(1, "node1", exit_code=1),))
+    found = diagnose("learner", ended, {1: record(1, 8.0, error), 0: record(0, 300.0)}, AT)
+    assert found.rank == 0
+    # where all have lost a peer, the first to say so is named
+    found = diagnose("learner", ended, {1: record(1, 8.0, error), 0: record(0, 9.0, error)}, AT)
+    assert found.rank == 1
 
 
 def test_abort_of_a_peer_is_a_consequence() -> None:

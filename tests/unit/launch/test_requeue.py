@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hpc_rlhf.launch.requeue import (
     check_chain,
     conclude,
     continuation,
+    exclude_nodes,
     find_chain,
     is_wanted,
     progress,
@@ -181,22 +183,82 @@ def slurm_said(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_self_requeue(slurm_said: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SelfRequeue("12").go_on() == (True, "job 12 is requeued")
+def test_self_requeue(
+    plan: JobPlan, slurm_said: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def queue_again(dependency: str, without: Sequence[str]) -> str:
+        asked.append((dependency, list(without)))
+        return "13"
+
+    assert SelfRequeue("12", queue_again).go_on() == (True, "job 12 is requeued")
     assert slurm_said.pop() == ["scontrol", "requeue", "12"]
-    goes_on, why = SelfRequeue("refused").go_on()
+    assert asked == []
+
+    attempt = begin(plan)
+    forbidden = SelfRequeue("refused", queue_again)
+    forbidden.begin(attempt)
+    assert forbidden.go_on() == (
+        True,
+        "Requested operation is presently disabled; job 13 is queued in the place of job refused",
+    )
+    assert asked.pop() == ("afterany:refused", [])
+    assert find_chain(plan.run, "13").name == "12"
+
+    def refuse(_dependency: str, _without: Sequence[str]) -> str:
+        raise UserError("sbatch refused the job: QOSMaxSubmitJobPerUserLimit")
+
+    nothing_works = SelfRequeue("refused", refuse)
+    nothing_works.begin(attempt)
+    goes_on, why = nothing_works.go_on()
     assert not goes_on
-    assert "presently disabled" in why
-    assert "cluster.requeue=successor" in why
+    assert "presently disabled; sbatch refused the job: QOSMax" in why
+
     slurm_said.clear()
     monkeypatch.setattr(requeue, "job_record", lambda _job: JobRecord("COMPLETING"))
-    assert SelfRequeue("12").go_on()[0] is False
-    assert slurm_said == []
+    assert SelfRequeue("12", queue_again).go_on()[0] is False
+    assert (slurm_said, asked) == ([], [])
+
+
+def test_a_lost_node_is_not_gone_back_to(plan: JobPlan, slurm_said: list[list[str]]) -> None:
+    asked: list[list[str]] = []
+
+    def queue_again(_dependency: str, without: Sequence[str]) -> str:
+        asked.append(list(without))
+        return "13"
+
+    anew = SelfRequeue("12", queue_again)
+    anew.begin(begin(plan))
+    how = "job 13 is queued in the place of job 12, without n2, n3"
+    assert anew.go_on(["n2", "n3"]) == (True, how)
+    assert (asked, slurm_said) == ([["n2", "n3"]], [])
+
+    successor = Successor("12", queue_again)
+    successor.begin(begin(plan))
+    assert successor.go_on(["n2"]) == (True, "job 13 goes on, without n2")
+    assert slurm_said == [["scontrol", "update", "JobId=13", "ExcNodeList=n2"]]
+
+
+def test_nodes_are_excluded_from_every_component_of_a_script() -> None:
+    script = "#!/bin/sh\n#SBATCH -x n9\n#SBATCH -N2\n#SBATCH hetjob\n#SBATCH -N1\n\nrun\n"
+    assert exclude_nodes(script, []) == script
+    assert exclude_nodes(script, ["n1", "n2"]).splitlines() == [
+        "#!/bin/sh",
+        "#SBATCH --exclude=n1,n2",
+        "#SBATCH --exclude=n9,n1,n2",
+        "#SBATCH -N2",
+        "#SBATCH hetjob",
+        "#SBATCH --exclude=n1,n2",
+        "#SBATCH -N1",
+        "",
+        "run",
+    ]
 
 
 def test_successor(plan: JobPlan, slurm_said: list[list[str]]) -> None:
     asked = []
-    successor = Successor("12", lambda dependency: asked.append(dependency) or "13")
+    successor = Successor("12", lambda dependency, _: asked.append(dependency) or "13")
     attempt = begin(plan)
     assert successor.begin(attempt) == "job 13 is queued to succeed this one"
     assert asked == ["afterany:12"]
@@ -207,7 +269,7 @@ def test_successor(plan: JobPlan, slurm_said: list[list[str]]) -> None:
 
 
 def test_refused_successor_is_said(plan: JobPlan) -> None:
-    def refuse(_dependency: str) -> str:
+    def refuse(_dependency: str, _without: Sequence[str]) -> str:
         raise UserError("sbatch refused the job: QOSMaxSubmitJobPerUserLimit")
 
     successor = Successor("12", refuse)

@@ -14,6 +14,7 @@ from hpc_rlhf.launch.srun import (
     JobRecord,
     SrunStep,
     allocation_end,
+    choose_node,
     component_nodes,
     parse_job,
     parse_srun,
@@ -67,8 +68,17 @@ def test_options_in_one_allocation() -> None:
         srun_options(plan, name, replica, ["n"])[-1]
         for name, replica in [("learner", None), *(("sampler", k) for k in range(4))]
     ]
-    assert relative == [f"--relative={n}" for n in (0, 2, 2, 3, 3)]
+    assert relative == ["--relative=0", *["--nodelist=n"] * 4]
     assert not any("het-group" in option for option in srun_options(plan, "learner", None, []))
+
+
+def test_node_of_a_replica() -> None:
+    nodes = ["n1", "n2", "n3"]
+    assert choose_node(nodes, 1, set()) == "n2"
+    assert choose_node(nodes, 1, {"n1", "n3"}) == "n2"
+    assert choose_node(nodes, 1, {"n2"}) == "n3"
+    assert choose_node(nodes, 1, {"n2", "n3"}) == "n1"
+    assert choose_node(nodes, 1, set(nodes)) is None
 
 
 def test_options_of_a_component_without_sizes() -> None:
@@ -201,24 +211,33 @@ def test_srun_that_hangs_after_a_death_is_ended(
 def test_job_record_is_of_the_leader() -> None:
     text = (
         "JobId=12 HetJobId=12 JobName=a=b JobState=COMPLETING Reason=TimeLimit Dependency=(null) "
-        "Requeue=1 Restarts=3 BatchFlag=1 EndTime=2026-11-29T18:18:41 Deadline=N/A\n"
+        "Requeue=1 Restarts=3 BatchFlag=1 StartTime=2026-11-29T18:08:41 EndTime=2026-11-29T18:18:41 "
+        "Deadline=N/A\n"
         "JobId=13 HetJobId=12 JobState=RUNNING Reason=None Restarts=0 EndTime=Unknown\n"
     )
-    assert parse_job(text) == JobRecord("COMPLETING", "TimeLimit", 3, "2026-11-29T18:18:41")
+    expected = JobRecord("COMPLETING", "TimeLimit", 3, "2026-11-29T18:08:41", "2026-11-29T18:18:41")
+    assert parse_job(text) == expected
     assert [JobRecord(s).holds_nodes for s in ("COMPLETING", "PENDING")] == [True, False]
 
 
 def test_end_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert allocation_end({}) is None
-    assert allocation_end({"SLURM_JOB_ID": "12", "SLURM_JOB_END_TIME": "1795976285"}) == 1795976285
+    environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_END_TIME": "1795976285"}
+    assert allocation_end({}, 0.0) is None
+    assert allocation_end(environ, 0.0) == 1795976285
+    started = {**environ, "SLURM_JOB_START_TIME": "1795976000"}
+    assert allocation_end(started, 1795976090.5) == 1795976285  # nodes were booted first
+    assert allocation_end(started, 1795975940.0) == 1795976225  # this clock is a minute behind
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     answers = [
+        JobRecord("RUNNING", start_time="2026-11-29T18:08:05", end_time="2026-11-29T18:18:05"),
+        JobRecord("RUNNING", start_time="2026-11-29T18:08:05", end_time="Unknown"),
         JobRecord("RUNNING", end_time="2026-11-29T18:18:05"),
-        JobRecord("RUNNING", end_time="Unknown"),
     ]
     monkeypatch.setattr(srun, "job_record", lambda _job: answers.pop(0))
-    assert allocation_end({"SLURM_JOB_ID": "12"}) == 1795972685  # 17:18:05 UTC
-    assert allocation_end({"SLURM_JOB_ID": "12"}) is None
+    before_23_02 = {"SLURM_JOB_ID": "12"}
+    assert allocation_end(before_23_02, 1795972085.0) == 1795972685  # 17:18:05 UTC
+    assert allocation_end(before_23_02, 0.0) is None
+    assert allocation_end(before_23_02, 0.0) == 1795972685
     monkeypatch.undo()
     time.tzset()
