@@ -186,16 +186,21 @@ class CheckpointManager:
             logger.exception("the last save did not end well")
 
     def latest(
-        self, *, verify: bool = False, reject: Callable[[SavePoint], str | None] | None = None
+        self,
+        *,
+        verify: bool = False,
+        reject: Callable[[SavePoint], str | None] | None = None,
+        tell: Callable[[str], None] = logger.warning,
     ) -> SavePoint | None:
         """Save point of the newest whole checkpoint, or None.
 
-        Broken ones are warned about, naming the file, and skipped; they are never deleted.
+        Broken ones are skipped; they are never deleted.
 
         Args:
             verify: compare the digests of all files, each read by one of the ranks, not only
                 their sizes.
             reject: further reasons to skip one; asked on rank 0.
+            tell: called on rank 0 for each that is skipped, with the file and the reason.
         """
         self.wait()
         points: list[SavePoint] = self._agreement.on_rank_0(
@@ -208,7 +213,7 @@ class CheckpointManager:
             if reason is None:
                 return point
             if self._rank == 0:
-                logger.warning("checkpoint %s is broken and skipped: %s", self.path(point), reason)
+                tell(f"checkpoint {self.path(point)} is broken and skipped: {reason}")
         return None
 
     def load(

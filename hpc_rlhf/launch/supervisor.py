@@ -8,7 +8,7 @@ the attempt, every step is gone seconds later.
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -18,7 +18,7 @@ from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.cluster.walltime import Deadline
 from hpc_rlhf.cluster.world import LOCAL_JOB
 from hpc_rlhf.errors import ExitCode, UserError
-from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch.claim import Claim, hold
 from hpc_rlhf.launch.diagnosis import (
     Diagnosis,
@@ -40,11 +40,10 @@ from hpc_rlhf.launch.requeue import (
 )
 from hpc_rlhf.launch.srun import allocation_end
 from hpc_rlhf.launch.steps import StepExit, StepHandle, StepLauncher, step_name
-from hpc_rlhf.observe.startup import StartUpReport
+from hpc_rlhf.observe.notices import Notices
 from hpc_rlhf.run_dir import Attempt
 
 POLL_S = 0.05
-STARTUP_POLL_S = 1.0
 STOP_GRACE_S = 10.0  # from asking a step to stop to SIGKILL when an attempt ends
 KILL_WAIT_S = 10.0  # then the job's or the supervisor's own end takes what is left
 ENDING_S = STOP_GRACE_S + 5.0  # of the walltime, kept for ending the steps and for the requeue
@@ -205,7 +204,7 @@ class _Supervisor:
         self._claim = claim
         self._log = log
         self._deadline = deadline
-        self._look_at_startup: float | None = 0.0  # monotonic; None: it was said
+        self._notices = Notices(attempt)
         self._steps = [
             _Step(component, replica)
             for component in plan.components
@@ -230,6 +229,7 @@ class _Supervisor:
             self._finish(ending)
             raise
         self._end_all()
+        self._repeat(self._notices.new())
         by_user = any(name == "SIGINT" for name, _ in self._flag.seen)
         ending = conclude(self._plan, self._attempt, ending, by_user=by_user)
         self._finish(ending)
@@ -249,7 +249,7 @@ class _Supervisor:
                     ending = self._ended(step, ended)
                     if ending is not None:
                         return ending
-            self._say_startup()
+            self._repeat(self._notices.poll())
             lost = self._beat()
             if lost is not None:
                 return lost
@@ -267,14 +267,9 @@ class _Supervisor:
                 self._start_again()
             time.sleep(POLL_S)
 
-    def _say_startup(self) -> None:
-        """Once, when it is there: where the seconds to the first sampled token went."""
-        if self._look_at_startup is None or time.monotonic() < self._look_at_startup:
-            return
-        self._look_at_startup = time.monotonic() + STARTUP_POLL_S
-        if self._attempt.startup.exists():
-            self._look_at_startup = None
-            self._log(str(StartUpReport.from_json(read_json(self._attempt.startup))))
+    def _repeat(self, notices: Iterable[str]) -> None:
+        for notice in notices:
+            self._log(f"learner: {notice}")
 
     def _beat(self) -> Diagnosis | None:
         """Keep the claim; return why the attempt ends if it was lost."""

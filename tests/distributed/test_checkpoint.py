@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import random
 import resource
@@ -268,19 +267,17 @@ def _flip_byte(file: Path) -> None:
 
 
 def _latest(run: Path, *, verify: bool) -> tuple[SavePoint | None, list[str]]:
-    """`latest` of two ranks with rank 0's warnings."""
+    """`latest` of two ranks, with what rank 0 says."""
 
     def look() -> tuple[SavePoint | None, list[str]]:
-        records: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("hpc_rlhf.checkpoint.manager").addHandler(handler)
-        return CheckpointManager(RunDir(run), keep=1).latest(verify=verify), records
+        said: list[str] = []
+        manager = CheckpointManager(RunDir(run), keep=1)
+        return manager.latest(verify=verify, tell=said.append), said
 
-    (first, warnings), (second, silence) = run_ranks(look, 2)
+    (first, said), (second, silence) = run_ranks(look, 2)
     assert first == second
     assert silence == []
-    return first, warnings
+    return first, said
 
 
 def test_broken_checkpoints_are_skipped_and_said_and_kept(saved: Path, tmp_path: Path) -> None:
