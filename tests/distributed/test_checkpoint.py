@@ -633,6 +633,40 @@ def test_a_full_disk_ends_the_run_with_what_to_do_and_keeps_the_last_checkpoint(
     assert _latest(small_disk, verify=True) == (newest, [])
 
 
+def test_written_files_are_known_without_reading_them(tmp_path: Path) -> None:
+    files = shards._HashingFiles()
+    parts = [bytes([i]) * size for i, size in enumerate((3, 1 << 20, 5, (1 << 21) + 1, 7))]
+    with files.create_stream(tmp_path / "a.tmp", "wb") as stream:
+        for part in parts:
+            assert stream.write(part) == len(part)
+        assert stream.tell() == sum(map(len, parts))
+    files.rename(tmp_path / "a.tmp", tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == b"".join(parts)
+    assert files.entries == [manifest.describe(tmp_path / "a")]
+
+
+def test_a_disk_that_fails_while_a_file_is_written_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells an error of the disk once: the fsync at the end may know nothing of it."""
+
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    files = shards._HashingFiles()
+
+    def write() -> None:
+        with files.create_stream(tmp_path / "a", "wb") as stream:
+            stream.write(bytes(1 << 20))
+            os.fsync(stream.fileno())
+            stream.close()
+
+    with pytest.raises(OSError, match="Input/output error"):
+        write()
+    assert files.entries == []
+
+
 def test_a_file_size_limit_is_named(directory: Path, tmp_path: Path) -> None:
     def saves() -> str:
         trainer = _trainer(directory, ParallelConfig(tensor=2))
