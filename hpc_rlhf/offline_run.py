@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from hpc_rlhf.fs import publish_json
 from hpc_rlhf.learner.objectives import Objective
 from hpc_rlhf.learner.trainer import NotFinite, Trainer
 from hpc_rlhf.observe.metrics import MetricsWriter
+from hpc_rlhf.observe.notices import tell
 from hpc_rlhf.observe.timeline import StepTimes
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Example, Phase
@@ -93,7 +95,8 @@ class OfflineRun:
 
     def resume(self) -> None:
         """Load the newest whole checkpoint, if there is one."""
-        point = self.checkpoints.latest(verify=True)
+        say = partial(tell, self.directory.attempt(self.attempt))
+        point = self.checkpoints.latest(verify=True, tell=say)
         if point is not None:
             state = self.checkpoints.load(point, self.trainer)
             self.completed, self.saved = point.step, point
@@ -101,6 +104,7 @@ class OfflineRun:
             self.stats = state["stats"]
         if self.coordinator is not None:
             self.coordinator.metrics.truncate(self.recorded)
+            say(f"resumes from {self.checkpoints.path(point)}" if point else "begins with step 1")
 
     def update(self, step: int) -> None:
         """Learn from the examples of ``step``, or skip it when its loss is not finite.

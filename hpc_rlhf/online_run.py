@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from hpc_rlhf.learner.stats import sequence_kl
 from hpc_rlhf.learner.trainer import Trainer, UnfinishedUpdate, UpdateStopped
 from hpc_rlhf.models.megatron import PolicyModel, export_hf
 from hpc_rlhf.observe.metrics import MetricsWriter
+from hpc_rlhf.observe.notices import tell
 from hpc_rlhf.observe.startup import StartUp, publish_report
 from hpc_rlhf.observe.timeline import StepTimes
 from hpc_rlhf.rollout import spill, store
@@ -108,7 +110,8 @@ class OnlineRun:
 
     def resume(self) -> None:
         """Load the newest whole checkpoint that can be gone on from, if there is one."""
-        point = self.checkpoints.latest(verify=True, reject=self._no_experience)
+        say = partial(tell, self.directory.attempt(self.attempt))
+        point = self.checkpoints.latest(verify=True, reject=self._no_experience, tell=say)
         if point is not None:
             state = self.checkpoints.load(point, self.trainer)
             self.completed, self.saved = point.step, point
@@ -118,6 +121,7 @@ class OnlineRun:
                 self._resume_mid_step(**state["mid_step"])
         if self.coordinator is not None:
             self.coordinator.metrics.truncate(self.completed)
+            say(f"resumes from {self.checkpoints.path(point)}" if point else "begins with step 1")
 
     def _no_experience(self, point: SavePoint) -> str | None:
         """Why there is nothing to go on with in the middle of a step; None if there is."""

@@ -38,6 +38,11 @@ class Attempt:
         return self.path / "progress.json"
 
     @property
+    def notices(self) -> Path:
+        """Lines of the coordinator that the supervisor repeats; see :mod:`hpc_rlhf.observe.notices`."""
+        return self.path / "notices.log"
+
+    @property
     def stop(self) -> Path:
         """Why the coordinator asked for the end of the attempt, if nothing else had asked for it."""
         return self.path / "stop.json"

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from hpc_rlhf.checkpoint import manifest
 from hpc_rlhf.checkpoint.agreement import Agreement
-from hpc_rlhf.checkpoint.save_point import SavePoint
+from hpc_rlhf.checkpoint.save_point import SavePoint, outlived
 from hpc_rlhf.checkpoint.shards import Staged, Stager, write_shards
 from hpc_rlhf.checkpoint.state import (
     RngState,
@@ -80,15 +80,23 @@ class CheckpointManager:
     """Saves and loads the checkpoints of one run. Every method is collective over the learner."""
 
     def __init__(
-        self, run: RunDir, keep: int, *, attempt: int = 0, timeout_s: float = 1800.0
+        self,
+        run: RunDir,
+        keep: int,
+        *,
+        keep_every_steps: int = 0,
+        attempt: int = 0,
+        timeout_s: float = 1800.0,
     ) -> None:
         """Args:
         keep: whole checkpoints kept, the newest ones; 0 keeps all.
+        keep_every_steps: whole checkpoints of steps that are multiples of it are kept, too.
         attempt: number of this attempt; unfinished saves of earlier ones are removed.
         timeout_s: of agreeing among the ranks, the slowest rank's writing included.
         """
         self._directory = run.checkpoints
         self._keep = keep
+        self._keep_every_steps = keep_every_steps
         self._attempt = attempt
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
@@ -186,16 +194,21 @@ class CheckpointManager:
             logger.exception("the last save did not end well")
 
     def latest(
-        self, *, verify: bool = False, reject: Callable[[SavePoint], str | None] | None = None
+        self,
+        *,
+        verify: bool = False,
+        reject: Callable[[SavePoint], str | None] | None = None,
+        tell: Callable[[str], None] = logger.warning,
     ) -> SavePoint | None:
         """Save point of the newest whole checkpoint, or None.
 
-        Broken ones are warned about, naming the file, and skipped; they are never deleted.
+        Broken ones are skipped; they are never deleted.
 
         Args:
             verify: compare the digests of all files, each read by one of the ranks, not only
                 their sizes.
             reject: further reasons to skip one; asked on rank 0.
+            tell: called on rank 0 for each that is skipped, with the file and the reason.
         """
         self.wait()
         points: list[SavePoint] = self._agreement.on_rank_0(
@@ -208,7 +221,7 @@ class CheckpointManager:
             if reason is None:
                 return point
             if self._rank == 0:
-                logger.warning("checkpoint %s is broken and skipped: %s", self.path(point), reason)
+                tell(f"checkpoint {self.path(point)} is broken and skipped: {reason}")
         return None
 
     def load(
@@ -314,12 +327,10 @@ class CheckpointManager:
         return sum(entry.size for entry in files)
 
     def _retire(self) -> None:
-        """Delete whole checkpoints beyond the newest ``keep``; broken ones are left to a person."""
-        if self._keep == 0:
-            return
+        """Delete whole checkpoints that need not be kept; broken ones are left to a person."""
         points = manifest.save_points(self._directory)
         whole = [point for point in points if not manifest.problem(self.path(point))]
-        for point in whole[self._keep :]:
+        for point in outlived(whole, self._keep, self._keep_every_steps):
             # Renamed first: a half-deleted directory must not look like a broken checkpoint.
             doomed = self._temporary(point)
             try:

@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.futures import Future as TorchFuture
 
 from hpc_rlhf.checkpoint.agreement import Agreement
 from hpc_rlhf.checkpoint.manifest import FileEntry
@@ -154,7 +154,7 @@ class _ShardWriter(FileSystemWriter):
         super().__init__(str(directory), sync_files=True, per_thread_copy_ahead=0)
         self.fs = self.files = _HashingFiles()
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -179,9 +179,10 @@ class _HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         path = Path(path)
-        with path.open(mode) as file, ThreadPoolExecutor(1) as hashing:
-            stream = _HashingStream(file, hashing)
+        with path.open(mode) as file, ThreadPoolExecutor(2) as helpers:
+            stream = _HashingStream(file, helpers)
             yield stream
+            stream.wait()
         self._entries[path.name] = FileEntry(path.name, stream.size, stream.sha256)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -193,14 +194,16 @@ class _HashingFiles(FileSystem):
 
 
 class _HashingStream(io.BufferedIOBase):
-    """A file that is written from beginning to end, and hashed meanwhile by another thread."""
+    """A file that is written from beginning to end; meanwhile other threads hash it, and have the
+    disk begin with what is written."""
 
     _SMALL = 1 << 20  # bytes; less is hashed sooner than handed over
 
-    def __init__(self, file: Any, hashing: ThreadPoolExecutor) -> None:
+    def __init__(self, file: Any, helpers: ThreadPoolExecutor) -> None:
         self._file = file
-        self._hashing = hashing
+        self._helpers = helpers
         self._digest = hashlib.sha256()
+        self._syncing: Future[None] | None = None
         self.size = 0
 
     @property
@@ -215,13 +218,25 @@ class _HashingStream(io.BufferedIOBase):
         else:
             # a buffered file takes all of it or raises; either way the caller's memory is left alone
             # only when both are done with it
-            hashed = self._hashing.submit(self._digest.update, view)
+            hashed = self._helpers.submit(self._digest.update, view)
             try:
                 self._file.write(view)
             finally:
                 hashed.result()
+            if self._syncing is None or self._syncing.done():
+                self.wait()
+                self._syncing = self._helpers.submit(os.fdatasync, self.fileno())
         self.size += view.nbytes
         return view.nbytes
+
+    def wait(self) -> None:
+        """Wait for the disk, whose errors are told once, to whoever asked first.
+
+        Raises:
+            OSError: what was written could not be kept.
+        """
+        if self._syncing is not None:
+            self._syncing.result()
 
     def writable(self) -> bool:
         return True

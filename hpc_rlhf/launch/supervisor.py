@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,11 +50,11 @@ from hpc_rlhf.launch.steps import (
     TaskDeath,
     step_name,
 )
+from hpc_rlhf.observe.notices import Notices
 from hpc_rlhf.observe.startup import StartUpReport
 from hpc_rlhf.run_dir import Attempt
 
 POLL_S = 0.05
-STARTUP_POLL_S = 1.0
 STOP_GRACE_S = 10.0  # from asking a step to stop to SIGKILL when an attempt ends
 KILL_WAIT_S = 10.0  # then the job's or the supervisor's own end takes what is left
 ENDING_S = STOP_GRACE_S + 5.0  # of the walltime, kept for ending the steps and for the requeue
@@ -237,6 +237,7 @@ class _Supervisor:
         self._look_at_startup: float | None = 0.0  # monotonic; None: it was said
         self._lost: set[str] = set()  # nodes
         self._dying: list[StepHandle] = []  # of steps on lost nodes, which may be in no hurry
+        self._notices = Notices(attempt)
         self._steps = [
             _Step(component, replica)
             for component in plan.components
@@ -261,6 +262,7 @@ class _Supervisor:
             self._finish(ending)
             raise
         self._end_all()
+        self._repeat(self._notices.new())
         by_user = any(name == "SIGINT" for name, _ in self._flag.seen)
         ending = conclude(self._plan, self._attempt, ending, by_user=by_user)
         ending = replace(ending, lost_nodes=tuple(sorted(self._lost)))
@@ -290,7 +292,7 @@ class _Supervisor:
                     ending = self._ended(step, ended)
                     if ending is not None:
                         return ending
-            self._say_startup()
+            self._repeat(self._notices.poll())
             lost = self._beat()
             if lost is not None:
                 return lost
@@ -310,14 +312,9 @@ class _Supervisor:
                     return ending
             time.sleep(POLL_S)
 
-    def _say_startup(self) -> None:
-        """Once, when it is there: where the seconds to the first sampled token went."""
-        if self._look_at_startup is None or time.monotonic() < self._look_at_startup:
-            return
-        self._look_at_startup = time.monotonic() + STARTUP_POLL_S
-        if self._attempt.startup.exists():
-            self._look_at_startup = None
-            self._log(str(StartUpReport.from_json(read_json(self._attempt.startup))))
+    def _repeat(self, notices: Iterable[str]) -> None:
+        for notice in notices:
+            self._log(f"learner: {notice}")
 
     def _beat(self) -> Diagnosis | None:
         """Keep the claim; return why the attempt ends if it was lost."""

@@ -8,7 +8,6 @@ whose own parts are beside it.
 """
 
 import gc
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_rlhf.fs import publish_json
+from hpc_rlhf.observe.notices import tell
 from hpc_rlhf.run_dir import Attempt
-
-logger = logging.getLogger(__name__)
 
 LAUNCH = "launch"  # from the attempt's start to the first line of this process: srun, Python
 IMPORTS = "imports"
@@ -151,7 +149,7 @@ def publish_report(
     parts = startup.seconds()
     report = StartUpReport(sum(parts.values()), parts, samplers)
     publish_json(attempt.startup, report.to_json())
-    logger.info("%s", report)
+    tell(attempt, str(report))
     return report
 
 

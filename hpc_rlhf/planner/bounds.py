@@ -130,6 +130,7 @@ BOUNDS: Mapping[str, Bound] = {
     "sync.attempts": AT_LEAST_ONE,
     "checkpoint.every_steps": AT_LEAST_ONE,
     "checkpoint.keep": NOT_NEGATIVE,
+    "checkpoint.keep_every_steps": NOT_NEGATIVE,
 }
 
 _A_PAIR = "preflight looks at both ends of the pair together"

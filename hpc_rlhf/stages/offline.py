@@ -115,7 +115,12 @@ def _build(
         train_set=data["train"],
         order_seed=config.run.seed if config.data.shuffle else None,
         held_out=data.get("eval"),
-        checkpoints=CheckpointManager(run, config.checkpoint.keep, attempt=attempt.number),
+        checkpoints=CheckpointManager(
+            run,
+            config.checkpoint.keep,
+            keep_every_steps=config.checkpoint.keep_every_steps,
+            attempt=attempt.number,
+        ),
         control=control,
         save_points=points,
         export=partial(_export, config, trainer, run.path),

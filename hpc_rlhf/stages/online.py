@@ -115,7 +115,12 @@ def _build(
             world.address,
             coordinator.pool if coordinator else None,
         ),
-        checkpoints=CheckpointManager(run, config.checkpoint.keep, attempt=attempt.number),
+        checkpoints=CheckpointManager(
+            run,
+            config.checkpoint.keep,
+            keep_every_steps=config.checkpoint.keep_every_steps,
+            attempt=attempt.number,
+        ),
         control=control,
         save_points=save_points(
             attempt, flag, control, coordinator.walltime if coordinator else None

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import random
 import resource
@@ -268,19 +267,17 @@ def _flip_byte(file: Path) -> None:
 
 
 def _latest(run: Path, *, verify: bool) -> tuple[SavePoint | None, list[str]]:
-    """`latest` of two ranks with rank 0's warnings."""
+    """`latest` of two ranks, with what rank 0 says."""
 
     def look() -> tuple[SavePoint | None, list[str]]:
-        records: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("hpc_rlhf.checkpoint.manager").addHandler(handler)
-        return CheckpointManager(RunDir(run), keep=1).latest(verify=verify), records
+        said: list[str] = []
+        manager = CheckpointManager(RunDir(run), keep=1)
+        return manager.latest(verify=verify, tell=said.append), said
 
-    (first, warnings), (second, silence) = run_ranks(look, 2)
+    (first, said), (second, silence) = run_ranks(look, 2)
     assert first == second
     assert silence == []
-    return first, warnings
+    return first, said
 
 
 def test_broken_checkpoints_are_skipped_and_said_and_kept(saved: Path, tmp_path: Path) -> None:
@@ -634,6 +631,40 @@ def test_a_full_disk_ends_the_run_with_what_to_do_and_keeps_the_last_checkpoint(
     newest = manifest.save_points(checkpoints)[0]
     assert len(names) == newest.step
     assert _latest(small_disk, verify=True) == (newest, [])
+
+
+def test_written_files_are_known_without_reading_them(tmp_path: Path) -> None:
+    files = shards._HashingFiles()
+    parts = [bytes([i]) * size for i, size in enumerate((3, 1 << 20, 5, (1 << 21) + 1, 7))]
+    with files.create_stream(tmp_path / "a.tmp", "wb") as stream:
+        for part in parts:
+            assert stream.write(part) == len(part)
+        assert stream.tell() == sum(map(len, parts))
+    files.rename(tmp_path / "a.tmp", tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == b"".join(parts)
+    assert files.entries == [manifest.describe(tmp_path / "a")]
+
+
+def test_a_disk_that_fails_while_a_file_is_written_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells an error of the disk once: the fsync at the end may know nothing of it."""
+
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    files = shards._HashingFiles()
+
+    def write() -> None:
+        with files.create_stream(tmp_path / "a", "wb") as stream:
+            stream.write(bytes(1 << 20))
+            os.fsync(stream.fileno())
+            stream.close()
+
+    with pytest.raises(OSError, match="Input/output error"):
+        write()
+    assert files.entries == []
 
 
 def test_a_file_size_limit_is_named(directory: Path, tmp_path: Path) -> None:

@@ -73,8 +73,13 @@ def test_stopped_in_mid_rollout_and_in_mid_update_and_resumed(tmp_path: Path) ->
     assert not stopped.run_dir.partial_rollout.exists()
 
     _refuses_a_changed_reference(stopped)
+    broken = checkpoints / "step_3"
+    broken.mkdir()
     resumed = stopped("run")
     assert resumed.returncode == 0, resumed.stderr
+    assert f"{broken} is broken and skipped: manifest.json is missing" in resumed.stderr
+    assert f"resumes from {checkpoints / name}" in resumed.stderr
+    assert broken.exists()
     assert stopped.steps() == [1, 2, 3, 4]
     second, third = stopped.metrics()[1:3]
     assert second["rollout/kept_tokens"] + second["rollout/dropped_tokens"] > 0

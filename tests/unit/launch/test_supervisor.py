@@ -11,13 +11,14 @@ import pytest
 
 from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.errors import ExitCode
-from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch import claim as claims
 from hpc_rlhf.launch import supervisor
 from hpc_rlhf.launch.claim import Holder, hold, take
 from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.launch.local import LocalStepLauncher
 from hpc_rlhf.launch.supervisor import supervise
+from hpc_rlhf.observe.notices import tell
 from hpc_rlhf.run_dir import Attempt, RunDir
 from tests.launch_driver import Driver, is_alive, wait_until
 
@@ -99,20 +100,20 @@ def test_killed_learner_rank_ends_everything_and_is_named(
     assert last in (attempt.attempt.path / "logs/supervisor.log").read_text()
 
 
-def test_says_once_how_long_the_start_took(
+def test_what_the_learner_tells_is_said_once(
     driver: Driver, capfd: pytest.CaptureFixture[str]
 ) -> None:
     attempt = Supervised(driver.plan())
     driver.wait_started("learner-0")
-    report = {"seconds": 21.4, "parts": {"imports": 20.4, "sync": 1}, "samplers": {}}
-    publish_json(attempt.attempt.startup, report)
+    tell(attempt.attempt, "resumes from step_7")
     log = attempt.attempt.path / "logs/supervisor.log"
-    wait_until(lambda: "start-up" in log.read_text(), "the start-up to be said")
-    time.sleep(1.2)
+    wait_until(lambda: "step_7" in log.read_text(), "it to be said")
+    tell(attempt.attempt, "start-up 21.4 s")
     driver.do("finish")
     attempt.wait()
-    assert log.read_text().count("start-up 21.4 s: imports 20.4 | sync 1.0\n") == 1
-    assert "start-up 21.4 s" in capfd.readouterr().err
+    said = re.findall(r" learner: (.*)", log.read_text())
+    assert said[1:] == ["resumes from step_7", "start-up 21.4 s"], said[0]
+    assert "learner: resumes from step_7\n" in capfd.readouterr().err
 
 
 def test_the_first_exception_is_the_reason(driver: Driver) -> None:
