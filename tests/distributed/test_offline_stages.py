@@ -48,7 +48,7 @@ def _stage(data: Path, stage: str, name: str, *overrides: str) -> StageRun:
             f"data.cache={data / 'cache'}",
             LAYOUTS[stage],
             "model.max_sequence_tokens=32",
-            "learner.micro_batch_tokens=128",
+            "learner.micro_batch_tokens=256",
             "learner.optimizer.lr=1e-3",
             f"run.steps={STEPS}",
             "offline.batch_size=16",
@@ -98,8 +98,12 @@ def kill_at_random(data: Path, stage: str, kills: int) -> None:
 
 def test_stopped_in_an_evaluation_and_resumed(data: Path) -> None:
     """The step is learned and not recorded; the next attempt measures it, and no step is done twice."""
-    overrides = ("run.steps=4", "offline.eval_every_steps=3", "offline.eval_examples=1000")
-    long = ("data.eval=" + str(data / "many.jsonl"), "checkpoint.every_steps=100")
+    overrides = ("run.steps=3", "offline.eval_every_steps=3", "offline.eval_examples=1000")
+    long = (
+        f"data.eval={data / 'many.jsonl'}",
+        "checkpoint.every_steps=100",
+        "learner.micro_batch_tokens=1024",
+    )
     write_pairs(data / "unused.jsonl", data / "many.jsonl", count=300, held_out_count=1000)
     straight = _stage(data, "reward_model", "eval-straight", *overrides, *long)
     assert straight() == [0, 0]
@@ -126,7 +130,7 @@ def test_a_batch_that_is_not_finite_is_skipped_counted_and_named(
         with h5py.File(file, "r+") as opened:
             if len(opened["log_probs"]) == 300:
                 opened["log_probs"][7, 1] = np.nan
-    two_epochs = ("run.steps=24", "offline.batch_size=25", shared)
+    two_epochs = ("run.steps=12", "offline.batch_size=50", shared)
     run = _stage(data, "dpo", "skipping", *two_epochs, "offline.max_skipped_steps=2")
     assert run() == [0, 0]
     skipped = [record for record in run.metrics() if record["train/skipped"]]
@@ -154,7 +158,7 @@ def test_a_reward_model_learns_the_rule(rule: Path) -> None:
 
 def test_dpo_raises_the_margin(rule: Path) -> None:
     run = _stage(
-        rule, "dpo", "rule-dpo", *_rule(rule), "run.steps=40", "offline.eval_every_steps=1"
+        rule, "dpo", "rule-dpo", *_rule(rule), "run.steps=31", "offline.eval_every_steps=10"
     )
     assert run() == [0, 0]
     assert run.metrics()[0]["pair/margin"] == pytest.approx(0.0, abs=1e-4)  # it is the reference
@@ -178,5 +182,6 @@ def _rule(data: Path) -> tuple[str, ...]:
         "learner.micro_batch_tokens=1024",
         "offline.batch_size=64",
         "offline.eval_every_steps=60",
+        "offline.eval_examples=200",
         "checkpoint.every_steps=100",
     )
