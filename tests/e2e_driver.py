@@ -27,6 +27,7 @@ class Command:
     name: str = "e2e"
     overrides: tuple[str, ...] = ()
     extra_environment: dict[str, str] = field(default_factory=dict)
+    base: tuple[str, ...] = ("experiment=quickstart", "warmup.steps=60")
 
     @property
     def run_dir(self) -> RunDir:
@@ -34,10 +35,9 @@ class Command:
 
     def arguments(self, *more: str) -> list[str]:
         return [
-            "experiment=quickstart",
+            *self.base,
             f"run.root={self.root}",
             f"run.name={self.name}",
-            "warmup.steps=60",
             *self.overrides,
             *more,
         ]

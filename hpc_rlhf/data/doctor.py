@@ -72,7 +72,11 @@ def check_pad_token(
     others = [
         str(token) for token, i in sorted(added.items(), key=lambda item: item[1]) if i not in ends
     ]
-    choose = f"set reward_model.pad_token to another special token, e.g. {', '.join(others[:3])}"
+    # quoted for Hydra and the shell, which both read < and | their own way
+    choose = "give another special token: " + (
+        " or ".join(f"'reward_model.pad_token=\"{token}\"'" for token in others[:2])
+        or "it has none"
+    )
     if index is None:
         raise UserError(
             f"reward_model.pad_token={text!r}: not a special token of {directory}; {choose}"

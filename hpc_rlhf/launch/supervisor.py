@@ -20,7 +20,7 @@ from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.cluster.walltime import Deadline
 from hpc_rlhf.cluster.world import LOCAL_JOB
 from hpc_rlhf.errors import ExitCode, UserError
-from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch.claim import Claim, hold, process_started
 from hpc_rlhf.launch.diagnosis import (
     Diagnosis,
@@ -51,7 +51,6 @@ from hpc_rlhf.launch.steps import (
     step_name,
 )
 from hpc_rlhf.observe.notices import Notices
-from hpc_rlhf.observe.startup import StartUpReport
 from hpc_rlhf.run_dir import Attempt
 
 POLL_S = 0.05
@@ -234,7 +233,6 @@ class _Supervisor:
         self._claim = claim
         self._log = log
         self._deadline = deadline
-        self._look_at_startup: float | None = 0.0  # monotonic; None: it was said
         self._lost: set[str] = set()  # nodes
         self._dying: list[StepHandle] = []  # of steps on lost nodes, which may be in no hurry
         self._notices = Notices(attempt)

@@ -133,14 +133,17 @@ def _build(
 
 def _open_all(config: Config, world: LearnerWorld) -> dict[str, ExampleSet]:
     """The data sets by their names in the configuration; every rank maps the same files."""
-    paths: dict[str, Path] = {}
-    if world.control.is_coordinator:
+
+    def prepare() -> dict[str, Path]:
         tokenizer = load_tokenizer(Path(config.model.path))
-        for name in ("train", "eval"):
-            path = getattr(config.data, name)
-            if path is not None:
-                paths[name] = open_examples(config, path, tokenizer).path
-    paths = world.control.broadcast(paths)
+        named = {"train": config.data.train, "eval": config.data.eval}
+        return {
+            name: open_examples(config, path, tokenizer).path
+            for name, path in named.items()
+            if path is not None
+        }
+
+    paths = world.control.from_coordinator(prepare)
     return {name: ExampleSet(TokenDataset.open(path)) for name, path in paths.items()}
 
 

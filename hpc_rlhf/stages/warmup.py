@@ -44,12 +44,14 @@ def warm_up(
         return source
     if control.broadcast(run.warmup.is_dir()):
         return run.warmup
-    if warmup.demonstrations is None:
-        raise UserError("warmup.demonstrations: warmup.steps needs a file of demonstrations")
-    path = Path()
-    if tokenizer is not None:
-        path = open_examples(config, warmup.demonstrations, tokenizer).path
-    demonstrations = TokenDataset.open(control.broadcast(path))
+
+    def prepare() -> Path:
+        if warmup.demonstrations is None:
+            raise UserError("warmup.demonstrations: warmup.steps needs a file of demonstrations")
+        assert tokenizer is not None
+        return open_examples(config, warmup.demonstrations, tokenizer).path
+
+    demonstrations = TokenDataset.open(control.from_coordinator(prepare))
     model = load_model(config, source, config.learner.recompute)
     learner = replace(
         config.learner, optimizer=replace(config.learner.optimizer, lr=warmup.lr, warmup_steps=0)
