@@ -175,14 +175,7 @@ def test_an_interruption_does_not_wait_for_a_sampler_that_hangs(fleet: Fleet) ->
         finally:
             os.kill(frozen, signal.SIGCONT)
 
-    interrupted, seconds = run_learner(
-        scenario,
-        attempt=fleet.attempt,
-        token=fleet.token,
-        model=fleet.model,
-        replicas=2,
-        sampling=LONG,
-    )
+    interrupted, seconds = fleet.learn(scenario, sampling=LONG)
     assert seconds < 7
     assert interrupted.partial
     assert interrupted.unstarted

@@ -232,7 +232,7 @@ def test_learner_is_not_waited_for_beyond_the_walltime(
 ) -> None:
     monkeypatch.setattr(supervisor, "STOP_GRACE_S", 1.0)
     end = time.time() + supervisor.ENDING_S + 4
-    monkeypatch.setattr(supervisor, "allocation_end", lambda _environ: end)
+    monkeypatch.setattr(supervisor, "allocation_end", lambda _environ, _start: end)
     attempt = Supervised(driver.plan(learners=1, signal_delay_s=600))
     driver.wait_started("learner-0")
     driver.do("learner-0", "deaf")
