@@ -7,13 +7,13 @@ from hpc_rlhf.rollout.store import read_step
 from tests.e2e_driver import Command
 
 # What depends on the clock, or counts what was done again.
-_NOT_COMPARED = ("time", "attempt", "startup/", "trainer/", "sync/", "rollout/", "checkpoint/")
+NOT_COMPARED = ("time", "attempt", "startup/", "trainer/", "sync/", "rollout/", "checkpoint/")
 
 
 def compared_metrics(command: Command) -> list[dict[str, Any]]:
     """The records of all steps, less what may differ between two runs of the same."""
     return [
-        {name: value for name, value in record.items() if not name.startswith(_NOT_COMPARED)}
+        {name: value for name, value in record.items() if not name.startswith(NOT_COMPARED)}
         for record in command.metrics()
     ]
 
