@@ -85,3 +85,24 @@ def test_peak_memory_has_a_window() -> None:
     torch.ones(32 << 20, dtype=torch.uint8, device=device.device())
     used = device.peak_memory_bytes() - before
     assert 30 << 20 < used < 40 << 20
+
+
+def test_copies_on_the_host_stand_alone_and_do_not_follow_their_sources() -> None:
+    where = device.device()
+    sources = [
+        torch.randn(3, 5, device=where).T,  # not contiguous
+        torch.randn(7, device=where).to(torch.bfloat16),
+        torch.arange(4, device=where),
+    ]
+    expected = [source.cpu().clone() for source in sources]
+    buffers = device.host_buffers(sources)
+    wait = device.copy_to_host(sources, buffers)
+    for source in sources:
+        source.zero_()  # queued behind the copy
+    wait()
+    for buffer, value in zip(buffers, expected, strict=True):
+        assert torch.equal(buffer, value)
+        assert buffer.dtype == value.dtype
+        assert buffer.is_contiguous()
+        assert buffer.untyped_storage().nbytes() == buffer.nbytes, "serialised with its neighbours"
+    assert device.host_buffers([]) == []
