@@ -114,7 +114,7 @@ def with_absolute_paths(overrides: Sequence[str]) -> list[str]:
 
     Example:
         >>> with_absolute_paths(["run.steps=3", "data.prompts=p.jsonl"])
-        ['run.steps=3', 'data.prompts=/work/p.jsonl']
+        ['run.steps=3', 'data.prompts=/home/me/p.jsonl']
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.signals import DEFAULT_SIGNALS, StopFlag
 from hpc_rlhf.cluster.stopping import SavePoints, StopRequested
@@ -29,6 +28,7 @@ from hpc_rlhf.run_dir import Attempt
 from hpc_rlhf.runs import data_cache, open_examples, pin_data
 from hpc_rlhf.stages.world import (
     LearnerWorld,
+    checkpoint_manager,
     join,
     load_model,
     pin_reference,
@@ -115,12 +115,7 @@ def _build(
         train_set=data["train"],
         order_seed=config.run.seed if config.data.shuffle else None,
         held_out=data.get("eval"),
-        checkpoints=CheckpointManager(
-            run,
-            config.checkpoint.keep,
-            keep_every_steps=config.checkpoint.keep_every_steps,
-            attempt=attempt.number,
-        ),
+        checkpoints=checkpoint_manager(config.checkpoint, run, attempt),
         control=control,
         save_points=points,
         export=partial(_export, config, trainer, run.path),

@@ -4,7 +4,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.cluster.signals import DEFAULT_SIGNALS, StopFlag
 from hpc_rlhf.cluster.world import World
 from hpc_rlhf.config import Config, Recompute
@@ -28,6 +27,7 @@ from hpc_rlhf.scoring.verifiers import make_verifier
 from hpc_rlhf.stages.warmup import warm_up
 from hpc_rlhf.stages.world import (
     LearnerWorld,
+    checkpoint_manager,
     join,
     load_model,
     pin_reference,
@@ -115,12 +115,7 @@ def _build(
             world.address,
             coordinator.pool if coordinator else None,
         ),
-        checkpoints=CheckpointManager(
-            run,
-            config.checkpoint.keep,
-            keep_every_steps=config.checkpoint.keep_every_steps,
-            attempt=attempt.number,
-        ),
+        checkpoints=checkpoint_manager(config.checkpoint, run, attempt),
         control=control,
         save_points=save_points(
             attempt, flag, control, coordinator.walltime if coordinator else None

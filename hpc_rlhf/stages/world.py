@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from hpc_rlhf.checkpoint import frozen
+from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.rendezvous import join_learner_world
@@ -15,7 +16,7 @@ from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.cluster.stopping import SavePoints
 from hpc_rlhf.cluster.walltime import Deadline, WalltimeGuard
 from hpc_rlhf.cluster.world import World
-from hpc_rlhf.config import Config, Recompute
+from hpc_rlhf.config import CheckpointConfig, Config, Recompute
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch.diagnosis import announce_stop
 from hpc_rlhf.models.hf_layout import HfModelSpec
@@ -87,6 +88,15 @@ def pin_reference(directory: Path, run: RunDir, control: ControlGroup) -> Frozen
     model = frozen.digest_model_together("reference", directory, control)
     control.from_coordinator(lambda: pin_models(run, [model]))
     return model
+
+
+def checkpoint_manager(
+    config: CheckpointConfig, run: RunDir, attempt: Attempt
+) -> CheckpointManager:
+    """The run's checkpoints, as this attempt keeps them. Collective."""
+    return CheckpointManager(
+        run, config.keep, keep_every_steps=config.keep_every_steps, attempt=attempt.number
+    )
 
 
 def walltime_guard(run: RunDir, attempt: Attempt) -> WalltimeGuard:

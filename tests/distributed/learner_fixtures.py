@@ -186,3 +186,23 @@ def _ids(rng: np.random.Generator, n: int) -> np.ndarray:
 
 def _near(rng: np.random.Generator, values: np.ndarray, scale: float) -> np.ndarray:
     return (values + scale * rng.standard_normal(len(values))).astype(np.float32)
+
+
+def bits_of(trainer: Trainer) -> dict[str, bytes]:
+    """Weights, master weights and moments of this rank's part of the model."""
+    found = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{name}/{key}", inner)
+        elif isinstance(value, list):
+            for number, inner in enumerate(value):
+                walk(f"{name}/{number}", inner)
+        elif isinstance(getattr(value, "data", None), torch.Tensor):
+            found[name] = value.data.detach().float().cpu().numpy().tobytes()
+
+    walk("", trainer.sharded_state_dict(is_loading=False))
+    for kind in ("param", "exp_avg", "exp_avg_sq"):
+        assert any(f"/{kind}/" in name for name in found)
+    return found

@@ -28,7 +28,7 @@ from hpc_rlhf.learner.algorithms import make_algorithm
 from hpc_rlhf.learner.trainer import Trainer, UnfinishedUpdate, UpdateStopped
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Experience
-from tests.distributed.learner_fixtures import experience, make_trainer, whole_tensors
+from tests.distributed.learner_fixtures import bits_of, experience, make_trainer, whole_tensors
 from tests.distributed.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -86,26 +86,6 @@ def _seed_streams() -> None:
         torch.rand(1)
 
 
-def _bits(trainer: Trainer) -> dict[str, bytes]:
-    """Weights, master weights and moments of this rank's part of the model."""
-    bits = {}
-
-    def walk(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(f"{name}/{key}", inner)
-        elif isinstance(value, list):
-            for number, inner in enumerate(value):
-                walk(f"{name}/{number}", inner)
-        elif isinstance(getattr(value, "data", None), torch.Tensor):
-            bits[name] = value.data.detach().float().numpy().tobytes()
-
-    walk("", trainer.sharded_state_dict(is_loading=False))
-    for kind in ("param", "exp_avg", "exp_avg_sq"):
-        assert any(f"/{kind}/" in name for name in bits)
-    return bits
-
-
 @pytest.mark.parametrize(
     ("parallel", "dp", "dtype"),
     [
@@ -131,7 +111,7 @@ def test_resuming_is_bitwise_exact(
         _seed_streams()
         _learn(trainer, batch, 2)
         CheckpointManager(RunDir(tmp_path), keep=2).save(SavePoint(2), trainer, RUN_STATE)
-        return _learn(trainer, batch, 2), _bits(trainer), _draws()
+        return _learn(trainer, batch, 2), bits_of(trainer), _draws()
 
     def resumed() -> tuple[Any, ...]:
         trainer = _trainer(directory, parallel, dtype=dtype)
@@ -140,7 +120,7 @@ def test_resuming_is_bitwise_exact(
         assert manager.latest(verify=True) == SavePoint(2)
         assert manager.load(SavePoint(2), trainer, verify=True) == RUN_STATE
         assert trainer.num_steps == 4
-        return _learn(trainer, batch, 2), _bits(trainer), _draws(), fresh
+        return _learn(trainer, batch, 2), bits_of(trainer), _draws(), fresh
 
     expected, found = run_ranks(uninterrupted, world), run_ranks(resumed, world)
     for rank in range(world):
@@ -162,7 +142,7 @@ def test_update_that_is_stopped_between_its_steps_is_gone_on_with(
 
     def uninterrupted() -> tuple[Any, ...]:
         trainer = _trainer(directory, ParallelConfig())
-        return [trainer.update(algorithm, batch) for _ in range(3)], _bits(trainer)
+        return [trainer.update(algorithm, batch) for _ in range(3)], bits_of(trainer)
 
     def stopped() -> dict[str, float]:
         trainer = _trainer(directory, ParallelConfig())
@@ -180,7 +160,7 @@ def test_update_that_is_stopped_between_its_steps_is_gone_on_with(
         state = CheckpointManager(RunDir(tmp_path), keep=1).load(point, trainer)
         unfinished = UnfinishedUpdate.from_json(state["update"])
         rest = trainer.update(algorithm, batch, unfinished=unfinished)
-        return [rest, trainer.update(algorithm, batch)], _bits(trainer)
+        return [rest, trainer.update(algorithm, batch)], bits_of(trainer)
 
     straight = run_ranks(uninterrupted, 2)
     firsts = run_ranks(stopped, 2)
@@ -457,10 +437,10 @@ def test_training_goes_on_while_it_is_written(
         _learn(trainer, batch, 1)
         state = {"step": 1, "cursor": {"position": 4}}
         manager = CheckpointManager(RunDir(tmp_path), keep=0)
-        before = _bits(trainer)
+        before = bits_of(trainer)
         manager.save(SavePoint(1), trainer, state, wait=False)
         state["cursor"]["position"] = 5
-        course = _learn(trainer, batch, 2), _bits(trainer), _draws()
+        course = _learn(trainer, batch, 2), bits_of(trainer), _draws()
         assert course[1] != before
         with pytest.raises(WaitTimeout, match="step_1 is still being written"):
             manager.wait(0.01)
@@ -474,7 +454,7 @@ def test_training_goes_on_while_it_is_written(
         trainer = _trainer(directory, ParallelConfig(), dtype=dtype)
         state = CheckpointManager(RunDir(tmp_path), keep=0).load(SavePoint(1), trainer)
         assert state == {"step": 1, "cursor": {"position": 4}}
-        return _learn(trainer, batch, 2), _bits(trainer), _draws()
+        return _learn(trainer, batch, 2), bits_of(trainer), _draws()
 
     expected, found = run_ranks(saves, 2), run_ranks(loads, 2)
     for rank in range(2):

@@ -18,7 +18,7 @@ from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Experience
 from tests.distributed.adamw import ADAM, grpo
-from tests.distributed.learner_fixtures import experience, make_trainer
+from tests.distributed.learner_fixtures import bits_of, experience, make_trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -33,26 +33,6 @@ def batch(tiny_models: dict[str, Path]) -> Experience:
 
 def make(directory: Path, dtype: torch.dtype) -> Trainer:
     return make_trainer(directory, ParallelConfig(), optimizer=ADAM, total_steps=20, dtype=dtype)
-
-
-def bits(trainer: Trainer) -> dict[str, bytes]:
-    """Weights, master weights and moments."""
-    found = {}
-
-    def walk(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(f"{name}/{key}", inner)
-        elif isinstance(value, list):
-            for number, inner in enumerate(value):
-                walk(f"{name}/{number}", inner)
-        elif isinstance(getattr(value, "data", None), torch.Tensor):
-            found[name] = value.data.detach().float().cpu().numpy().tobytes()
-
-    walk("", trainer.sharded_state_dict(is_loading=False))
-    for kind in ("param", "exp_avg", "exp_avg_sq"):
-        assert any(f"/{kind}/" in name for name in found)
-    return found
 
 
 def draws() -> list[Any]:
@@ -83,19 +63,19 @@ def test_resuming_is_bitwise_exact_with_deterministic_kernels(
     learn(trainer, batch)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(7)
-    saved = bits(trainer)
+    saved = bits_of(trainer)
     manager.save(SAVED, trainer, RUN_STATE, wait=False)  # written while the next steps are taken
-    expected = learn(trainer, batch), bits(trainer), draws()
+    expected = learn(trainer, batch), bits_of(trainer), draws()
     manager.wait()
     assert expected[1] != saved
     trainer.close()
 
     trainer = make(directory, dtype)
-    assert bits(trainer) != saved
+    assert bits_of(trainer) != saved
     assert manager.latest(verify=True) == SAVED
     assert manager.load(SAVED, trainer, verify=True) == RUN_STATE
-    assert bits(trainer) == saved
-    found = learn(trainer, batch), bits(trainer), draws()
+    assert bits_of(trainer) == saved
+    found = learn(trainer, batch), bits_of(trainer), draws()
     trainer.close()
     assert json.dumps(found[0]) == json.dumps(expected[0])
     assert found[2] == expected[2]
@@ -109,7 +89,7 @@ def test_the_default_kernels_repeat_a_step_within_rounding(
     found = []
     for _ in range(2):
         trainer = make(tiny_models["llama"], torch.bfloat16)
-        found.append((learn(trainer, batch)[-1], bits(trainer)))
+        found.append((learn(trainer, batch)[-1], bits_of(trainer)))
         trainer.close()
     (stats, first), (again, second) = found
     differing = sum(first[name] != second[name] for name in first)

@@ -1,8 +1,6 @@
 """Random streams go on where they were, and run state comes back as it was."""
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from hpc_rlhf.checkpoint.state import (
     restore_rng,
     write_state,
 )
+from tests.hdf5_holder import held_open
 
 
 def _draws() -> list[Any]:
@@ -99,17 +98,7 @@ def test_run_state_must_be_plain_data(tmp_path: Path) -> None:
 def test_a_lock_of_another_process_does_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "state.h5"
     write_state(path, [capture_rng()], {"step": 1})
-    hold = f"import h5py, sys; f = h5py.File({str(path)!r}, 'a'); print(len(f)); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", hold], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline(), "it is open"
-        with pytest.raises(BlockingIOError):  # the lock is there
-            h5py.File(path, "a")
+    with held_open(path, "a"):
         assert read_state(path)[1] == {"step": 1}
         write_state(path, [capture_rng()], {"step": 2})
         assert read_state(path)[1] == {"step": 2}
-        assert holder.stdin is not None
-        holder.stdin.close()
-        assert holder.wait(10) == 0

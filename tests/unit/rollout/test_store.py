@@ -1,8 +1,6 @@
 """Rollout files give back what was written, bit for bit."""
 
 import json
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from hpc_rlhf.rollout.store import LearnerLogProbs, read_scored, read_step, write_step
 from hpc_rlhf.types import Completion, Prompt, Rollout, Scores, VersionSpan
+from tests.hdf5_holder import held_open
 
 
 def make_rollouts() -> list[Rollout]:
@@ -161,22 +160,10 @@ def test_locks_of_other_processes_do_not_matter(tmp_path: Path, mode: str) -> No
     path = tmp_path / "step_12.h5"
     rollouts = tuple(make_rollouts())
     write_step(path, rollouts[:3], None)
-    hold = (
-        f"import h5py, sys; f = h5py.File({str(path)!r}, {mode!r}); print(len(f)); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", hold], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline(), "it is open"
-        with pytest.raises(BlockingIOError):  # the lock is there
-            h5py.File(path, "a")
+    with held_open(path, mode):
         assert len(read_step(path)[0]) == 3
         write_step(path, rollouts, None)
         assert len(read_step(path)[0]) == 9
-        assert holder.stdin is not None
-        holder.stdin.close()
-        assert holder.wait(10) == 0, "the old file is whole for who has it open"
     for read, written in zip(read_step(path)[0], rollouts, strict=True):
         assert_equal(read, written)
     assert [p.name for p in tmp_path.iterdir()] == ["step_12.h5"]
