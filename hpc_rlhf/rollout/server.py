@@ -143,8 +143,12 @@ def serve(
         _withdraw(attempt, replica, incarnation)
 
 
-class _Stopped(BaseException):
-    """Asked to stop before vLLM handles signals."""
+class _Stopped(SystemExit):
+    """Asked to stop before vLLM handles signals.
+
+    An exit, because an event loop lets only that and KeyboardInterrupt through: any other would end
+    the task it happens to fall in, as an error of that task.
+    """
 
 
 def _stop(*_: object) -> None:
@@ -162,6 +166,9 @@ async def _run(
     while not (serving.done() or watching.done()):
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
+            task.result()
+    for task in (serving, watching):
+        if task.done():
             task.result()
     if not stopping.is_set():
         raise ComponentError("the server ended by itself; its log says why")
