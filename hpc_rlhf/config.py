@@ -204,6 +204,7 @@ class LearnerConfig:
     micro_batch_tokens: int = 4096  # packed tokens of one micro-batch, padding included
     logprob_chunk_tokens: int = 1024  # fp32 logits exist for this many tokens at once
     recompute: Recompute = Recompute.NONE
+    # of a rank that hangs; the ranks wait for rank 0 through a whole rollout, too
     collective_timeout_s: float = 1800.0
 
 

@@ -187,7 +187,11 @@ def slurm_cluster() -> Iterator[SlurmSandbox]:
     """
     sandbox = SlurmSandbox(Path(os.environ.get("SLURM_SANDBOX_DIR", "/tmp/slurm-sandbox")))
     os.environ["SLURM_CONF"] = str(sandbox.slurm_conf)
-    was_up = subprocess.run(["scontrol", "ping"], check=False, capture_output=True).returncode == 0
+    ping = ["scontrol", "ping"]  # without that file it waits a minute for it
+    was_up = (
+        sandbox.slurm_conf.exists()
+        and subprocess.run(ping, check=False, capture_output=True).returncode == 0
+    )
     sandbox("up")  # also boots nodes that are dead
     yield sandbox
     del os.environ["SLURM_CONF"]

@@ -4,10 +4,12 @@ import json
 import re
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_rlhf.cluster.world import LOCAL_JOB
 from hpc_rlhf.errors import ExitCode
 from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.launch.steps import StepExit, TaskDeath
@@ -56,6 +58,7 @@ class Diagnosis:
     rank: int | None = None
     phase: str | None = None
     step: int | None = None
+    killed: bool = False  # by a SIGKILL of which nobody says why
     final: bool = False  # the run is complete, or does not go on by itself
     lost_nodes: tuple[str, ...] = ()
 
@@ -104,16 +107,19 @@ def diagnose(
     progress: Progress,
     *,
     replica: int | None = None,
+    nodes: Sequence[str] = (),
     asked_by: str | None = None,
 ) -> Diagnosis:
     """Name the process that ended a step, before its peers that died in consequence.
 
     In this order: a node that failed; a task that a signal of its own killed and that could write
     nothing; the exception that was raised first, before those about lost connections to peers (the
-    clocks of nodes differ); the task that was seen to end first.
+    clocks of nodes differ), where a peer was waited for too long and said nothing itself, that peer;
+    the task that was seen to end first.
 
     Args:
         records: failure records of the step's processes, by the rank in its world.
+        nodes: of the step's ranks, in rank order.
         asked_by: what asked the attempt to stop, if anything did.
     """
     death = _killed(ended, records)
@@ -121,6 +127,14 @@ def diagnose(
         first = min(records.values(), key=lambda record: (_is_of_a_peer(record), record.time))
         culprit = TaskDeath(first.rank, first.node)
         what, detail, phase = "failed", f": {first.error}", first.phase
+        silent = _silent(ended, records, nodes)
+        waited = [record for record in records.values() if _TIMED_OUT.search(record.error)]
+        if silent and waited and _is_of_a_peer(first):
+            culprit, *others = silent
+            peer = min(waited, key=lambda record: record.time)
+            also = "".join(f", rank {one.rank} on {one.node} said nothing either" for one in others)
+            what, phase = "hangs", peer.phase
+            detail = f"{also}: rank {peer.rank} on {peer.node} waited for it: {peer.error}"
     elif death is not None or ended.deaths:
         culprit = death or ended.deaths[0]
         what, detail, phase = _describe(culprit), "", None
@@ -152,7 +166,25 @@ def diagnose(
         rank=culprit.rank if replica is None else replica,
         phase=phase,
         step=progress.step,
+        killed=culprit.signal == signal.SIGKILL and culprit.cause is None,
     )
+
+
+def memory_hint(job_id: str) -> str:
+    """What a SIGKILL that came from outside often is, and who knows."""
+    if job_id.startswith(LOCAL_JOB):
+        where = "the kernel's log (`dmesg`) has it"
+    else:
+        where = f"compare with the memory asked for: sacct -j {job_id} --format=JobID,State,MaxRSS"
+    return f"often that is the out-of-memory killer; {where}"
+
+
+def _silent(
+    ended: StepExit, records: dict[int, FailureRecord], nodes: Sequence[str]
+) -> list[TaskDeath]:
+    """The tasks that had to be killed at the step's end, and had written nothing until then."""
+    heard = {*records, *(death.rank for death in ended.deaths)}
+    return [TaskDeath(rank, node) for rank, node in enumerate(nodes) if rank not in heard]
 
 
 def _killed(ended: StepExit, records: dict[int, FailureRecord]) -> TaskDeath | None:
@@ -171,6 +203,9 @@ _LOST_PEER = re.compile(
     r"|broken pipe|socket closed|gloo|nccl|DistBackendError|DistNetworkError",
     re.IGNORECASE,
 )
+
+# ... and where it is there and does not answer
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
 def _is_of_a_peer(record: FailureRecord) -> bool:

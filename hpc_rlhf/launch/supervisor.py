@@ -26,6 +26,7 @@ from hpc_rlhf.launch.diagnosis import (
     Diagnosis,
     diagnose,
     failure_path,
+    memory_hint,
     read_failures,
     read_progress,
     read_stop,
@@ -213,6 +214,13 @@ class _Step:
     @property
     def name(self) -> str:
         return step_name(self.component.name, self.replica)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Of its ranks, in rank order."""
+        resources = self.component.resources
+        hosts = self.hosts or [os.uname().nodename] * resources.nodes
+        return [host for host in hosts for _ in range(resources.tasks_per_node)]
 
 
 class _Supervisor:
@@ -403,11 +411,13 @@ class _Supervisor:
             return Diagnosis(f"{name} completed", ExitCode.DONE, component=name, step=progress.step)
         records = read_failures(self._attempt, name)
         asked_by = read_stop(self._attempt) or self._flag.reason
-        ending = diagnose(name, ended, records, progress, asked_by=asked_by)
+        ending = diagnose(name, ended, records, progress, nodes=step.nodes, asked_by=asked_by)
+        reason = ending.reason
         if ending.exit_code is ExitCode.FAILED and not records and ending.rank is not None:
-            log = self._attempt.log(name, ending.rank)
-            return replace(ending, reason=f"{ending.reason}; see {log}")
-        return ending
+            reason += f"; see {self._attempt.log(name, ending.rank)}"
+        if ending.exit_code is ExitCode.FAILED and ending.killed:
+            reason += f"; {memory_hint(self._launcher.job_id)}"
+        return replace(ending, reason=reason)
 
     def _replica_ended(self, step: _Step, replica: int, ended: StepExit) -> Diagnosis | None:
         component = step.component
@@ -443,6 +453,8 @@ class _Supervisor:
                 f"{component.max_restarts} restarts are allowed; "
                 f"see {self._attempt.log(component.name, replica)}"
             )
+            if death.killed:
+                reason += f"; {memory_hint(self._launcher.job_id)}"
             return replace(death, reason=reason, exit_code=ExitCode.FAILED)
         asked = death.exit_code == ExitCode.INTERRUPTED
         delay = STOPPED_RESTART_DELAY_S if asked else 0.0

@@ -8,6 +8,7 @@ from hpc_rlhf.launch.diagnosis import (
     FailureRecord,
     Progress,
     diagnose,
+    memory_hint,
     read_failures,
     read_progress,
 )
@@ -60,6 +61,44 @@ def test_abort_of_a_peer_is_a_consequence() -> None:
     ended = StepExit(134, (TaskDeath(1, "node1", signal=6), TaskDeath(0, "node0", exit_code=1)))
     found = diagnose("learner", ended, {0: record(0, 8.5)}, AT)
     assert found.rank == 0
+
+
+TIMED_OUT = "RuntimeError: [/gloo/unbound_buffer.cc:81] Timed out waiting 9000ms for recv operation"
+CLOSED = "RuntimeError: [/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:2"
+
+
+def test_who_was_waited_for_in_vain_hangs() -> None:
+    """Rank 2 says nothing, and has to be killed; rank 0 by its own clock lost rank 1 before that."""
+    ended = StepExit(1, (TaskDeath(1, "n0", exit_code=1),))
+    records = {1: record(1, 20.0, TIMED_OUT), 0: record(0, 8.0, CLOSED)}
+    nodes = ["n0", "n0", "n1", "n1"]
+    found = diagnose("learner", ended, {**records, 3: record(3, 9.0, CLOSED)}, AT, nodes=nodes)
+    assert found.reason == (
+        f"learner rank 2 on n1 hangs in phase score of step 7: rank 1 on node1 waited for it: {TIMED_OUT}"
+    )
+    assert (found.rank, found.node, found.phase) == (2, "n1", "score")
+    assert found.exit_code is ExitCode.FAILED
+    # of two it is not known which one
+    assert diagnose("learner", ended, records, AT, nodes=nodes).reason.startswith(
+        "learner rank 2 on n1 hangs in phase score of step 7, rank 3 on n1 said nothing either: "
+    )
+    # where somebody failed, or everybody spoke, nobody hangs
+    failed = diagnose("learner", ended, {**records, 3: record(3, 21.0)}, AT, nodes=nodes)
+    assert (failed.rank, "hangs" in failed.reason) == (3, False)
+    assert diagnose("learner", ended, records, AT, nodes=nodes[:2]).rank == 0
+
+
+def test_a_kill_that_nobody_explains_has_a_hint() -> None:
+    killed = StepExit(137, (TaskDeath(0, "n0", signal=9),))
+    assert diagnose("learner", killed, {}, AT).killed
+    explained = StepExit(137, (TaskDeath(0, "n0", signal=9, cause="out of memory"),))
+    assert not diagnose("learner", explained, {}, AT).killed
+    assert not diagnose("learner", StepExit(139, (TaskDeath(0, "n0", signal=11),)), {}, AT).killed
+    assert memory_hint("17") == (
+        "often that is the out-of-memory killer; compare with the memory asked for: "
+        "sacct -j 17 --format=JobID,State,MaxRSS"
+    )
+    assert "dmesg" in memory_hint("local-4711")
 
 
 def test_out_of_memory_node_failure_and_plain_exit() -> None:

@@ -15,6 +15,7 @@ from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch import claim as claims
 from hpc_rlhf.launch import supervisor
 from hpc_rlhf.launch.claim import Holder, hold, take
+from hpc_rlhf.launch.diagnosis import memory_hint
 from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.launch.local import LocalStepLauncher
 from hpc_rlhf.launch.supervisor import supervise
@@ -91,7 +92,7 @@ def test_killed_learner_rank_ends_everything_and_is_named(
     assert code == ExitCode.FAILED
     assert ended["reason"] == (
         f"learner rank 1 on {HOST} was killed by signal 9 (SIGKILL) in phase train of step 7"
-        f"; see {attempt.attempt.path}/logs/learner-1.log"
+        f"; see {attempt.attempt.path}/logs/learner-1.log; {memory_hint('local-')}"
     )
     assert (ended["component"], ended["node"], ended["rank"]) == ("learner", HOST, 1)
     assert (ended["phase"], ended["step"]) == ("train", 7)
@@ -157,7 +158,8 @@ def test_too_many_deaths_in_a_row_end_the_attempt(driver: Driver) -> None:
     assert code == ExitCode.FAILED
     assert ended["reason"] == (
         f"sampler replica 0 on {HOST} was killed by signal 9 (SIGKILL): "
-        f"death 3 in a row, 2 restarts are allowed; see {attempt.attempt.path}/logs/sampler-0.log"
+        f"death 3 in a row, 2 restarts are allowed; see {attempt.attempt.path}/logs/sampler-0.log; "
+        + memory_hint("local-")
     )
     assert (ended["component"], ended["rank"]) == ("sampler", 0)
     assert driver.started("sampler-0", 2) is not None
