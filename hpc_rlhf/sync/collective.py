@@ -105,14 +105,16 @@ class CollectiveTransport:
         """Bring ``model``'s weights to the samplers as ``version``. COLLECTIVE over the learner.
 
         On return every living replica of ``endpoints`` serves exactly this version, and the pool
-        knows it. One that dies meanwhile is left out.
+        knows it. One that dies meanwhile is left out, be it the last one: a replica that is started
+        again gets them before it gets work (:class:`~hpc_rlhf.rollout.sampler.Joined`), and how long
+        to wait for one is the pool's to say.
 
         Args:
             endpoints: the coordinator's choice; default: all that do not serve ``version``.
                 Ignored on the other ranks.
 
         Raises:
-            ComponentError: on every rank: no replica is left, or ``config.attempts`` tries failed.
+            ComponentError: on every rank: ``config.attempts`` tries failed.
         """
         self._seconds = {}
         with self._timed("total"):
@@ -120,7 +122,6 @@ class CollectiveTransport:
                 self._plan = self._plan_stages(model)
             targets = self._choose(version, endpoints)
             dropped: list[Endpoint] = []
-            failure = "none is healthy"
             tries = 0
             while targets:
                 tries += 1
@@ -136,8 +137,6 @@ class CollectiveTransport:
                 dead = self._find_dead(targets)
                 dropped += dead
                 targets = [endpoint for endpoint in targets if endpoint not in dead]
-            else:
-                raise ComponentError(f"no sampler to publish version {version} to: {failure}")
             if self._pool is not None:
                 self._pool.mark_current(targets, version)
         return self._control.broadcast(

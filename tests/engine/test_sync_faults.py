@@ -275,7 +275,7 @@ def test_a_sampler_that_dies_in_an_update_is_left_out(fleet: Fleet) -> None:
     """The others get the weights all the same, and it is noticed when the last one is gone."""
     first, second = (server.pid for server in fleet.servers)
 
-    def scenario(learner: Learner) -> tuple[SyncStats, str, str]:
+    def scenario(learner: Learner) -> tuple[SyncStats, str, SyncStats]:
         pool = learner.pool
         assert pool is not None
         train_a_bit(learner.model, how=2)
@@ -286,12 +286,10 @@ def test_a_sampler_that_dies_in_an_update_is_left_out(fleet: Fleet) -> None:
         os.kill(first, signal.SIGUSR2)
         with pytest.raises(WaitTimeout) as waited:
             pool.wait_event()
-        with pytest.raises(ComponentError) as published:
-            learner.transport.publish(learner.model, 81)
-        return stats, str(waited.value), str(published.value)
+        return stats, str(waited.value), learner.transport.publish(learner.model, 81)
 
     start = time.monotonic()
-    stats, waited, published = fleet.learn(
+    stats, waited, nobody = fleet.learn(
         scenario,
         sampling=LONG,
         sampler=SamplerConfig(kv_cache_bytes=KV_CACHE_BYTES, start_timeout_s=3.0),
@@ -299,7 +297,7 @@ def test_a_sampler_that_dies_in_an_update_is_left_out(fleet: Fleet) -> None:
     assert (stats.dropped, stats.replicas, stats.tries) == ((1,), 1, 2)
     assert "no sampler replica was alive for 3 s" in waited
     assert "4 of 4 samples are missing: p0[0], p1[0], p2[0], p3[0]" in waited
-    assert "no sampler to publish version 81 to" in published
+    assert (nobody.dropped, nobody.replicas, nobody.tries) == ((), 0, 0)
     assert time.monotonic() - start < 60
     # A server that is asked to stop stops, with success, and takes its address down.
     assert fleet.servers[0].wait(timeout_s=20) == 0

@@ -87,6 +87,25 @@ def test_walltimes(driver: Driver, requeue: Requeue) -> None:
         assert len(jobs) == 1
 
 
+def test_a_site_that_forbids_requeueing(driver: Driver) -> None:
+    """The same job is queued anew, and Slurm's refusal is in the log."""
+    job = submit(make_plan(driver, Het.STEPS, Requeue.REQUEUE))
+    wait_all_started(driver)
+    run("scontrol", "update", f"JobId={job.job_id}", "Requeue=0")
+    run("scancel", "--batch", "--signal=USR2", job.job_id)
+    wait_again(driver, 1)
+    assert ended(driver)["exit_code"] == ExitCode.INTERRUPTED
+    again = read_json(RunDir(driver.run).attempt(2).started)
+    assert again["job_id"] != job.job_id
+    assert (
+        f"presently disabled; job {again['job_id']} is queued in the place of job {job.job_id}"
+        in log(driver)
+    )
+    driver.do("finish")
+    wait_until(RunDir(driver.run).attempt(2).ended.exists, "the end")
+    assert ended(driver, 2)["exit_code"] == ExitCode.DONE
+
+
 @pytest.mark.parametrize("requeue", [Requeue.REQUEUE, Requeue.SUCCESSOR])
 def test_cancelled_run_does_not_come_back(driver: Driver, requeue: Requeue) -> None:
     job = submit(make_plan(driver, Het.JOB, requeue))
