@@ -64,8 +64,8 @@ def kill_at_random(tmp_path: Path, kills: int, steps: int) -> None:
                 time.sleep(rng.uniform(0, 3))
                 if process.poll() is None:
                     victim = rng.choice(["learner", "learner", "sampler-0"])
-                    phases[victim, _phase(killed)] += 1
-                    _kill(killed, victim, rng, process)
+                    phase = _phase(killed)
+                    phases[victim, phase] += _kill(killed, victim, rng, process)
     assert phases.total() > 0
     if not killed.run_dir.complete.exists():
         done = killed("run", timeout_s=600)
@@ -78,10 +78,17 @@ def kill_at_random(tmp_path: Path, kills: int, steps: int) -> None:
 
 def _kill(
     command: Command, victim: str, rng: random.Random, process: "subprocess.Popen[str]"
-) -> None:
-    """SIGKILL one process of ``victim``, and wait for what the supervisor makes of it."""
+) -> bool:
+    """SIGKILL one process of ``victim``, and wait for what the supervisor makes of it.
+
+    False if there was nothing to kill: after the kill before, the attempt was about to end.
+    """
     pids = command.pids(victim)
-    os.kill(rng.choice(pids), signal.SIGKILL)
+    try:
+        os.kill(rng.choice(pids), signal.SIGKILL)
+    except ProcessLookupError:
+        process.communicate(timeout=60)
+        return False
     if victim == "learner":
         process.communicate(timeout=60)
         assert process.returncode == 1
@@ -91,6 +98,7 @@ def _kill(
             "the sampler to be started again or the attempt to end",
             30,
         )
+    return True
 
 
 def _phase(command: Command) -> str:
