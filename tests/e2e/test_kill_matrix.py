@@ -71,7 +71,7 @@ def kill_at_random(tmp_path: Path, kills: int, steps: int) -> None:
         done = killed("run", timeout_s=600)
         assert done.returncode == 0, done.stderr
     print("\nkilled        in phase      times")
-    for (victim, phase), count in sorted(phases.items()):
+    for (victim, phase), count in sorted((+phases).items()):
         print(f"{victim:13} {phase:13} {count}")
     assert_same(killed, straight)
 

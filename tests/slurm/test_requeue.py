@@ -97,10 +97,9 @@ def test_a_site_that_forbids_requeueing(driver: Driver) -> None:
     assert ended(driver)["exit_code"] == ExitCode.INTERRUPTED
     again = read_json(RunDir(driver.run).attempt(2).started)
     assert again["job_id"] != job.job_id
-    assert (
-        f"presently disabled; job {again['job_id']} is queued in the place of job {job.job_id}"
-        in log(driver)
-    )
+    refused = f"scontrol requeue {job.job_id}: Requested operation is presently disabled"
+    assert refused in log(driver)
+    assert f"job {again['job_id']} is queued in the place of job {job.job_id}" in log(driver)
     driver.do("finish")
     wait_until(RunDir(driver.run).attempt(2).ended.exists, "the end")
     assert ended(driver, 2)["exit_code"] == ExitCode.DONE
