@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,11 @@ from hpc_rlhf.launch.slurm import submit
 from hpc_rlhf.launch.srun import job_record
 from hpc_rlhf.run_dir import RunDir
 from tests.conftest import SlurmSandbox
-from tests.launch_driver import Driver, wait_until
+from tests.e2e_compare import assert_same
+from tests.e2e_driver import START_TIMEOUT_S, Command
+from tests.launch_driver import Driver, processes_of, wait_until
 from tests.slurm.jobs import accounting, ended, make_plan, wait_all_started
+from tests.slurm.preempt import nodes_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -146,3 +150,48 @@ def test_slurm_requeues_a_job_whose_node_it_takes_for_down(
         assert (driver.run / "checkpoints/step_8/manifest.json").exists(), "asked to save before"
     driver.do("finish")
     assert job.result() == ExitCode.DONE
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_the_main_job_without_a_node_of_its_learner(tmp_path: Path, sandbox: SlurmSandbox) -> None:
+    """Real components: queued anew on the nodes that are left, and in the end the same run."""
+    steps = 8
+    overrides = (
+        "learner.parallel={tensor: 2, pipeline: 1}",
+        "learner.optimizer.lr=1e-4",
+        "run.deterministic=true",
+        "run.prompts_per_step=4",
+        f"run.steps={steps}",
+        "checkpoint.every_steps=1",
+        "model.max_sequence_tokens=60",
+        "sampling.max_new_tokens=50",
+        "warmup.steps=5",
+    )
+    straight = Command(tmp_path, "straight", overrides)
+    local = ("cluster=local", "cluster.learner={nodes: 1, tasks_per_node: 2}")
+    done = straight("run", *local, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+
+    command = Command(tmp_path, "loses-a-node", overrides)
+    run = command.run_dir
+    resources = ("cluster.learner={nodes: 2, tasks_per_node: 1}", "cluster.sampler.nodes=1")
+    done = command("submit", "cluster=slurm", *resources)
+    assert done.returncode == 0, done.stderr
+    try:
+        wait_until(lambda: len(command.steps()) >= 2, "two steps", START_TIMEOUT_S)
+        lost = nodes_of(run, 1, "learner")[1]
+        sandbox("kill-node", lost.removeprefix("node"))
+        began = time.monotonic()
+        wait_until(run.attempt(1).ended.exists, "the attempt to end", 30)
+        assert time.monotonic() - began < 15
+        assert (
+            f"learner rank 1 on {lost} lost that node" in read_json(run.attempt(1).ended)["reason"]
+        )
+        wait_until(run.complete.exists, "the end of the run", 300)
+        assert run.attempt_numbers() == [1, 2]
+        assert lost not in nodes_of(run, 2, "learner") + nodes_of(run, 2, "sampler-0")
+        assert_same(command, straight)
+    finally:
+        subprocess.run(["scancel", "--me", "--name=loses-a-node"], check=True)
+        wait_until(lambda: not processes_of(run.path), "no process to be left", 60)
