@@ -59,6 +59,7 @@ class Diagnosis:
     phase: str | None = None
     step: int | None = None
     killed: bool = False  # by a SIGKILL of which nobody says why
+    of_a_peer: bool = False  # all that is known is that a connection to another process broke
     final: bool = False  # the run is complete, or does not go on by itself
     lost_nodes: tuple[str, ...] = ()
 
@@ -123,13 +124,15 @@ def diagnose(
         asked_by: what asked the attempt to stop, if anything did.
     """
     death = _killed(ended, records)
+    of_a_peer = False
     if death is None and records:
         first = min(records.values(), key=lambda record: (_is_of_a_peer(record), record.time))
         culprit = TaskDeath(first.rank, first.node)
         what, detail, phase = "failed", f": {first.error}", first.phase
         silent = _silent(ended, records, nodes)
         waited = [record for record in records.values() if _TIMED_OUT.search(record.error)]
-        if silent and waited and _is_of_a_peer(first):
+        of_a_peer = _is_of_a_peer(first)
+        if silent and waited and of_a_peer:
             culprit, *others = silent
             peer = min(waited, key=lambda record: record.time)
             also = "".join(f", rank {one.rank} on {one.node} said nothing either" for one in others)
@@ -167,6 +170,7 @@ def diagnose(
         phase=phase,
         step=progress.step,
         killed=culprit.signal == signal.SIGKILL and culprit.cause is None,
+        of_a_peer=of_a_peer,
     )
 
 

@@ -70,6 +70,10 @@ class NodeWatch:
                 self._send(node, now)
         return [node.name for node in self._nodes if self._is_lost(node, now)]
 
+    def all_answered(self, since: float) -> bool:
+        """Whether every node that ever answered has done so again after ``since`` (monotonic)."""
+        return all(n.last_answer is None or n.last_answer > since for n in self._nodes)
+
     def close(self) -> None:
         for node in self._nodes:
             self._drop(node)

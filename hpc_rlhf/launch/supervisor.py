@@ -32,7 +32,7 @@ from hpc_rlhf.launch.diagnosis import (
     read_stop,
 )
 from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan
-from hpc_rlhf.launch.node_watch import SILENT_S, NodeWatch
+from hpc_rlhf.launch.node_watch import PERIOD_S, SILENT_S, NodeWatch
 from hpc_rlhf.launch.requeue import (
     QueueAgain,
     check_chain,
@@ -57,6 +57,7 @@ from hpc_rlhf.run_dir import Attempt
 POLL_S = 0.05
 STOP_GRACE_S = 10.0  # from asking a step to stop to SIGKILL when an attempt ends
 KILL_WAIT_S = 10.0  # then the job's or the supervisor's own end takes what is left
+NODES_HEARD_S = SILENT_S + 2 * PERIOD_S  # until each has answered again, or is lost
 ENDING_S = STOP_GRACE_S + 5.0  # of the walltime, kept for ending the steps and for the requeue
 STOPPED_RESTART_DELAY_S = 10.0  # a replica that was asked to stop: the learner is about to be, too
 
@@ -222,6 +223,11 @@ class _Step:
         hosts = self.hosts or [os.uname().nodename] * resources.nodes
         return [host for host in hosts for _ in range(resources.tasks_per_node)]
 
+    def end_by_loss_of(self, node: str) -> StepExit:
+        rank = list(self.hosts).index(node) * self.component.resources.tasks_per_node
+        death = TaskDeath(rank, node, node_failed=True)
+        return StepExit(128 + signal.SIGKILL, (death,))
+
 
 class _Supervisor:
     def __init__(
@@ -296,6 +302,8 @@ class _Supervisor:
                 if ended is not None:
                     step.handle = None
                     ending = self._ended(step, ended)
+                    if ending is not None and ending.of_a_peer:
+                        return self._lost_with_node(step, nodes) or ending
                     if ending is not None:
                         return ending
             self._repeat(self._notices.poll())
@@ -369,21 +377,39 @@ class _Supervisor:
 
     def _node_lost(self, node: str) -> Diagnosis | None:
         """End what runs on a node that is gone; return why the attempt ends, None if it goes on."""
-        self._lost.add(node)
-        self._launcher.lose(node)
-        self._log(f"{node} is lost: down or cut off, it has not answered for {SILENT_S:g} s")
+        self._note_lost(node)
         for step in self._steps:
             if step.handle is None or node not in step.hosts:
                 continue
             step.handle.kill()
             self._dying.append(step.handle)
             step.handle = None
-            rank = list(step.hosts).index(node) * step.component.resources.tasks_per_node
-            death = TaskDeath(rank, node, node_failed=True)
-            ending = self._ended(step, StepExit(128 + signal.SIGKILL, (death,)))
+            ending = self._ended(step, step.end_by_loss_of(node))
             if ending is not None:
                 return ending
         return None
+
+    def _lost_with_node(self, step: _Step, nodes: NodeWatch) -> Diagnosis | None:
+        """Why a step ended of which its tasks only know that a connection broke; None: not by a node.
+
+        A node that is lost can reset its connections long before it counts as lost. So every node
+        is heard first, or found lost.
+        """
+        since = time.monotonic()
+        while not nodes.all_answered(since) and time.monotonic() < since + NODES_HEARD_S:
+            lost = set(nodes.lost())
+            for node in lost - self._lost:
+                self._note_lost(node)
+            for node in step.hosts:
+                if node in lost:
+                    return self._ended(step, step.end_by_loss_of(node))
+            time.sleep(POLL_S)
+        return None
+
+    def _note_lost(self, node: str) -> None:
+        self._lost.add(node)
+        self._launcher.lose(node)
+        self._log(f"{node} is lost: down or cut off, it has not answered for {SILENT_S:g} s")
 
     def _ask_to_stop(self) -> None:
         self._log(f"{self._flag.reason}: asked the learner to stop at its next save point")

@@ -29,6 +29,7 @@ def test_killed_task_comes_before_the_peers_that_lost_it() -> None:
         "learner rank 1 on node1 was killed by signal 9 (SIGKILL) in phase train of step 7"
     )
     assert (found.rank, found.node, found.phase, found.step) == (1, "node1", "train", 7)
+    assert not found.of_a_peer
     assert found.exit_code is ExitCode.FAILED
 
 
@@ -52,9 +53,11 @@ def test_clocks_of_nodes_may_differ(error: str) -> None:
     ended = StepExit(1, (TaskDeath(1, "node1", exit_code=1),))
     found = diagnose("learner", ended, {1: record(1, 8.0, error), 0: record(0, 300.0)}, AT)
     assert found.rank == 0
+    assert not found.of_a_peer
     # where all have lost a peer, the first to say so is named
     found = diagnose("learner", ended, {1: record(1, 8.0, error), 0: record(0, 9.0, error)}, AT)
     assert found.rank == 1
+    assert found.of_a_peer
 
 
 def test_abort_of_a_peer_is_a_consequence() -> None:

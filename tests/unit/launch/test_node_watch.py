@@ -60,9 +60,12 @@ def test_a_node_that_refuses_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_node_that_does_not_answer_any_more_is_lost(port: Port) -> None:
     watch = NodeWatch(["127.0.0.1"], silent_s=SILENT_S)
+    began = time.monotonic()
     assert look(watch, 0.3) == []
+    assert watch.all_answered(began)
     port.fall_silent()
     began = time.monotonic()
+    assert not watch.all_answered(began)
     assert look(watch, 5) == ["127.0.0.1"]
     assert time.monotonic() - began < SILENT_S + 0.4
     watch.close()
@@ -71,7 +74,9 @@ def test_a_node_that_does_not_answer_any_more_is_lost(port: Port) -> None:
 def test_a_node_that_never_answered_may_have_a_firewall(port: Port) -> None:
     port.fall_silent()
     watch = NodeWatch(["127.0.0.1"], silent_s=0.2)
+    began = time.monotonic()
     assert look(watch, 0.8) == []
+    assert watch.all_answered(began)
     watch.close()
 
 
