@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 OVERRIDES = (
     "run.steps=4",
     "run.deterministic=true",
+    "run.prompts_per_step=8",
     "checkpoint.every_steps=100",
     "model.max_sequence_tokens=60",
     "sampling.max_new_tokens=50",
