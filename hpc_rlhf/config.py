@@ -62,6 +62,12 @@ class AlgorithmName(Choice):
     GRPO = "grpo"
     RLOO = "rloo"
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    PPO = "ppo"  # generalised advantage estimates from a critic
+
+
+class CriticKind(Choice):
+    SHARED = "shared"  # a value head on the policy's trunk
+    SEPARATE = "separate"  # a second model with an optimizer of its own
 
 
 class Ratio(Choice):
@@ -257,9 +263,25 @@ class AlgorithmConfig:
     epochs: int = 1  # passes over one batch of rollouts
     mini_batches: int = 1  # optimizer steps per pass
     entropy_coef: float = 0.0  # of the entropy bonus
+    gamma: float = 1.0  # PPO: discount of a token
+    lam: float = 0.95  # PPO: lambda of the generalised advantage estimates
     kl: KlConfig = field(default_factory=KlConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+
+
+@dataclass
+class CriticConfig:
+    """The value function that ``algorithm.name=ppo`` learns beside the policy."""
+
+    kind: CriticKind = CriticKind.SHARED
+    path: str | None = (
+        None  # separate: the model it begins as, a reward model's; default: the policy's
+    )
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))  # separate
+    coef: float = 0.1  # shared: weight of the value loss beside the policy's
+    clip: float = 0.2  # values are clipped to old ones -+ clip; 0: they are not
+    warmup_steps: int = 0  # first steps of the run, in which only the critic learns
 
 
 @dataclass
@@ -428,6 +450,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -101,6 +101,7 @@ class Experience:
     rewards: NDArray[np.float32]  # [N], all finite
     old_logprobs: tuple[NDArray[np.float32], ...]  # N x [T_i], the learner's own recomputation
     ref_logprobs: tuple[NDArray[np.float32], ...] | None  # N x [T_i]; None without a reference
+    values: tuple[NDArray[np.float32], ...] | None = None  # N x [T_i]; None without a critic
 
 
 @dataclass(frozen=True, slots=True)

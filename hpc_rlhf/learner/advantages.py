@@ -77,6 +77,56 @@ def reinforce_plus_plus(
     return whiten(returns)
 
 
+def gae(
+    rewards: Sequence[NDArray[np.floating]],
+    values: Sequence[NDArray[np.floating]],
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[Ragged, Ragged]:
+    """Generalised advantage estimates of completions that end with their last token, and returns.
+
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` with ``V`` 0 behind the last token, ``A_t = delta_t +
+    gamma lam A_{t+1}`` (Schulman et al., arXiv:1506.02438, eqs. 11 and 16; arXiv:1707.06347, eqs. 11
+    and 12). A return, what the critic learns, is ``A_t + V_t``.
+
+    Args:
+        rewards: N x [T_i], of the tokens.
+        values: N x [T_i], of the states that the tokens were sampled in.
+
+    Returns:
+        Advantages and returns, float32, N x [T_i] each.
+    """
+    lengths = [len(r) for r in rewards]
+    longest = max(lengths, default=0)
+    r, v = (np.zeros((longest + 1, len(lengths))) for _ in range(2))
+    for i, (rewards_i, values_i) in enumerate(zip(rewards, values, strict=True)):
+        r[: lengths[i], i], v[: lengths[i], i] = rewards_i, values_i
+    # Behind the end of a completion rewards and values are 0, hence delta and advantage.
+    a = np.zeros_like(r)
+    for t in range(longest - 1, -1, -1):
+        a[t] = r[t] + gamma * v[t + 1] - v[t] + gamma * lam * a[t + 1]
+    columns = [(a[:n, i], v[:n, i]) for i, n in enumerate(lengths)]
+    return (
+        tuple(a_i.astype(np.float32) for a_i, _ in columns),
+        tuple((a_i + v_i).astype(np.float32) for a_i, v_i in columns),
+    )
+
+
+def explained_variance(
+    returns: Sequence[NDArray[np.floating]], values: Sequence[NDArray[np.floating]]
+) -> float:
+    """``1 - Var(returns - values) / Var(returns)`` over all tokens; 0 where returns are all equal.
+
+    1 is a perfect critic, 0 one that knows no more than the mean, below 0 one that is worse.
+    """
+    r = np.concatenate([*returns, np.zeros(0)]).astype(np.float64)
+    v = np.concatenate([*values, np.zeros(0)]).astype(np.float64)
+    if len(r) == 0 or r.min() == r.max():
+        return 0.0
+    return float(1.0 - np.var(r - v) / np.var(r))
+
+
 def whiten(values: Sequence[NDArray[np.floating]]) -> Ragged:
     """``(x - mean) / sqrt(variance + 1e-8)`` over all tokens of all sequences.
 

@@ -4,7 +4,7 @@ The trainer knows packing, pipelines and optimizers; an :class:`Algorithm` knows
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, Self
@@ -17,6 +17,8 @@ from torch import Tensor
 from hpc_rlhf.config import (
     AlgorithmConfig,
     AlgorithmName,
+    CriticConfig,
+    CriticKind,
     KlConfig,
     KlEstimator,
     KlPlacement,
@@ -28,14 +30,16 @@ from hpc_rlhf.config import (
 )
 from hpc_rlhf.learner import advantages, off_policy
 from hpc_rlhf.learner.advantages import Ragged, spread
-from hpc_rlhf.learner.losses import kl_penalty, policy_loss
+from hpc_rlhf.learner.losses import kl_penalty, policy_loss, value_loss
 from hpc_rlhf.learner.packing import MicroBatch
 from hpc_rlhf.learner.rewards import overlong_penalty
 from hpc_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)
 
+# Fields of a lesson, and of the packed micro-batches made of it.
 ADVANTAGES, OLD, REF, IMPORTANCE = "advantages", "old_logprobs", "ref_logprobs", "importance"
+RETURNS, OLD_VALUES = "returns", "old_values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +102,16 @@ class Algorithm(Loss, Protocol):
         """Whether ``Experience.ref_logprobs`` must be there."""
         ...
 
+    @property
+    def critic(self) -> "CriticLoss | None":
+        """What a critic learns by; ``Experience.values`` must then be there. None: there is none."""
+        ...
+
     def lesson(self, experience: Experience) -> Lesson:
         """Advantages and whatever else the loss reads, from the whole batch of rollouts.
 
         Raises:
-            ValueError: the experience has no reference log-probs, and the KL penalty needs them.
+            ValueError: reference log-probs or values are needed, and the experience has none.
         """
         ...
 
@@ -111,8 +120,39 @@ class Algorithm(Loss, Protocol):
         ...
 
 
-# Rewards [N], KL penalties of the tokens N x [T_i], groups [N] -> an advantage for each token.
-Estimator = Callable[[NDArray[np.float64], Sequence[NDArray[np.float64]], NDArray[np.intp]], Ragged]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signals:
+    """What advantages are estimated from."""
+
+    rewards: NDArray[np.float64]  # [N], of whole completions
+    penalties: tuple[NDArray[np.float64], ...]  # N x [T_i], what the KL takes off at each token
+    groups: NDArray[np.intp]  # [N], equal for samples of one prompt
+    values: Ragged | None  # N x [T_i]
+
+
+Estimator = Callable[[Signals], dict[str, Ragged]]  # -> fields of the lesson, ADVANTAGES at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticLoss:
+    """The critic's loss of a token: clipped squared error against the returns."""
+
+    clip: float
+
+    def token_loss(self, batch: MicroBatch, outputs: Outputs) -> TokenLoss:
+        """Reads ``returns`` and ``old_values``; reports the means ``value_loss``, ``value`` and
+        ``value_clip_fraction``."""
+        mask, values = batch.loss_mask, outputs.scores
+        assert values is not None
+        critic = value_loss(
+            values, batch.fields[OLD_VALUES], batch.fields[RETURNS], mask, self.clip
+        )
+        means = {
+            "value_loss": critic.loss.detach(),
+            "value": torch.where(mask, values.detach(), 0.0),
+            "value_clip_fraction": critic.clipped.float(),
+        }
+        return TokenLoss(loss=critic.loss, means=means)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,12 +210,12 @@ class Surrogate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyGradient:
-    """Critic-free policy gradient: GRPO, RLOO, REINFORCE++ and what is made of them by settings.
+    """Policy gradient: GRPO, RLOO, REINFORCE++, PPO and what is made of them by settings.
 
-    They differ in ``estimator``, and in the surrogate's ratio and bounds. With one optimizer step
-    per batch of rollouts the ratio is 1 and the gradient that of REINFORCE with a baseline. (TRL's
-    RLOO forms the ratio of whole completions instead of tokens; the two gradients are equal in that
-    case, and the token's clipping has less variance otherwise.)
+    They differ in ``estimator``, and in the surrogate's ratio and bounds; PPO has a critic, too.
+    With one optimizer step per batch of rollouts the ratio is 1 and the gradient that of REINFORCE
+    with a baseline. (TRL's RLOO forms the ratio of whole completions instead of tokens; the two
+    gradients are equal in that case, and the token's clipping has less variance otherwise.)
 
     The KL penalty against the reference is either in the reward, as ``coef k(old, ref)`` off each
     token's (Ziegler et al., arXiv:1909.08593, eq. 2; Ahmadian et al., arXiv:2402.14740, eq. 3; TRL's
@@ -184,6 +224,8 @@ class PolicyGradient:
 
     estimator: Estimator
     surrogate: Surrogate
+    critic: CriticLoss | None = None
+    shared_critic_coef: float | None = None  # of the critic's loss, where it shares the trunk
     loss_mean: LossMean
     epochs: int
     mini_batches: int
@@ -202,22 +244,51 @@ class PolicyGradient:
     def lesson(self, experience: Experience) -> Lesson:
         if self.needs_reference and experience.ref_logprobs is None:
             raise ValueError("the KL penalty needs reference log-probs, the experience has none")
+        if self.critic is not None and experience.values is None:
+            raise ValueError("the advantages need a critic's values, the experience has none")
         rewards, metrics = shaped_rewards(experience, self.overlong, self.max_new_tokens)
-        penalties = kl_penalties(experience, self.surrogate.kl)
-        estimated = self.estimator(rewards, penalties, _groups(experience))
-        return make_lesson(experience, estimated, metrics, self.overlong, self.off_policy)
+        fields = self.estimator(
+            Signals(
+                rewards=rewards,
+                penalties=kl_penalties(experience, self.surrogate.kl),
+                groups=_groups(experience),
+                values=experience.values,
+            )
+        )
+        if self.critic is not None and experience.values is not None:
+            fields[OLD_VALUES] = experience.values
+            fraction = advantages.explained_variance(fields[RETURNS], experience.values)
+            metrics["explained_variance"] = fraction
+        return make_lesson(experience, fields, metrics, self.overlong, self.off_policy)
 
     def token_loss(self, batch: MicroBatch, outputs: Outputs) -> TokenLoss:
-        return self.surrogate.token_loss(batch, outputs)
+        policy = self.surrogate.token_loss(batch, outputs)
+        if self.critic is None or self.shared_critic_coef is None:
+            return policy
+        critic = self.critic.token_loss(batch, outputs)
+        return TokenLoss(
+            loss=policy.loss + self.shared_critic_coef * critic.loss,
+            means={**policy.means, **critic.means},
+            maxima=policy.maxima,
+        )
 
 
-def make_algorithm(config: AlgorithmConfig, *, max_new_tokens: int | None = None) -> Algorithm:
+def make_algorithm(
+    config: AlgorithmConfig,
+    critic: CriticConfig | None = None,
+    *,
+    max_new_tokens: int | None = None,
+) -> Algorithm:
     """The algorithm that ``config`` names.
 
     Args:
+        critic: of PPO, default: its defaults; others have none.
         max_new_tokens: the sampler's, where completions are cut; ``config.overlong`` needs it.
     """
     _warn(config)
+    has_critic = config.name is AlgorithmName.PPO
+    critic = critic or CriticConfig()
+    is_shared = has_critic and critic.kind is CriticKind.SHARED
     return PolicyGradient(
         estimator=_estimator(config),
         surrogate=Surrogate(
@@ -227,6 +298,8 @@ def make_algorithm(config: AlgorithmConfig, *, max_new_tokens: int | None = None
             entropy_coef=config.entropy_coef,
             kl=config.kl,
         ),
+        critic=CriticLoss(clip=critic.clip) if has_critic else None,
+        shared_critic_coef=critic.coef if is_shared else None,
         loss_mean=config.loss_mean,
         epochs=config.epochs,
         mini_batches=config.mini_batches,
@@ -269,12 +342,12 @@ def kl_penalties(experience: Experience, kl: KlConfig) -> tuple[NDArray[np.float
 
 def make_lesson(
     experience: Experience,
-    estimated: Ragged,
+    estimated: Mapping[str, Ragged],
     metrics: Mapping[str, float],
     overlong: OverlongConfig,
     correction: OffPolicyConfig,
 ) -> Lesson:
-    """The lesson of these advantages: what every policy loss reads, with off-policy correction."""
+    """The estimated fields with what every policy loss reads, and with off-policy correction."""
     log_ratios = off_policy.sampler_log_ratios(experience)
     weights = off_policy.importance_weights(log_ratios, correction.weight, correction.weight_cap)
     learned = off_policy.accepted(
@@ -291,7 +364,7 @@ def make_lesson(
     old = experience.old_logprobs
     if correction.proximal is Proximal.SAMPLER:
         old = tuple(rollout.completion.logprobs for rollout in experience.rollouts)
-    fields: dict[str, Ragged] = {ADVANTAGES: estimated, OLD: old}
+    fields: dict[str, Ragged] = {**estimated, OLD: old}
     metrics = {**metrics, "rejected_fraction": rejected / max(count, 1)}
     if experience.ref_logprobs is not None:
         fields[REF] = experience.ref_logprobs
@@ -304,22 +377,42 @@ def make_lesson(
 def _estimator(config: AlgorithmConfig) -> Estimator:
     match config.name:
         case AlgorithmName.GRPO:
-            return partial(_of_groups, partial(advantages.grpo, normalize_std=config.normalize_std))
+            estimate = partial(advantages.grpo, normalize_std=config.normalize_std)
+            return partial(_of_groups, estimate)
         case AlgorithmName.RLOO:
             return partial(_of_groups, advantages.rloo)
         case AlgorithmName.REINFORCE_PLUS_PLUS:
-            return partial(advantages.reinforce_plus_plus, group_baseline=config.group_baseline)
+            return partial(_reinforce_plus_plus, config.group_baseline)
+        case AlgorithmName.PPO:
+            return partial(_generalised, config.gamma, config.lam)
 
 
 def _of_groups(
     estimate: Callable[[NDArray[np.float64], NDArray[np.intp]], NDArray[np.float32]],
-    rewards: NDArray[np.float64],
-    penalties: Sequence[NDArray[np.float64]],
-    groups: NDArray[np.intp],
-) -> Ragged:
+    signals: Signals,
+) -> dict[str, Ragged]:
     """One advantage a completion, of its reward less the penalties of all its tokens."""
-    penalised = rewards - np.array([p.sum() for p in penalties])
-    return spread(estimate(penalised, groups), [len(p) for p in penalties])
+    penalised = signals.rewards - np.array([p.sum() for p in signals.penalties])
+    lengths = [len(p) for p in signals.penalties]
+    return {ADVANTAGES: spread(estimate(penalised, signals.groups), lengths)}
+
+
+def _reinforce_plus_plus(group_baseline: bool, signals: Signals) -> dict[str, Ragged]:
+    return {
+        ADVANTAGES: advantages.reinforce_plus_plus(
+            signals.rewards, signals.penalties, signals.groups, group_baseline=group_baseline
+        )
+    }
+
+
+def _generalised(gamma: float, lam: float, signals: Signals) -> dict[str, Ragged]:
+    """PPO's: the reward comes with the last token, the KL penalty with each; then whitened."""
+    assert signals.values is not None
+    token_rewards = [-p for p in signals.penalties]
+    for reward, of_tokens in zip(signals.rewards, token_rewards, strict=True):
+        of_tokens[-1:] += reward
+    estimates, returns = advantages.gae(token_rewards, signals.values, gamma=gamma, lam=lam)
+    return {ADVANTAGES: advantages.whiten(estimates), RETURNS: returns}
 
 
 def _groups(experience: Experience) -> NDArray[np.intp]:

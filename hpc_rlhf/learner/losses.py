@@ -26,6 +26,14 @@ class PolicyLoss:
     clipped: Tensor  # bool [T], tokens whose gradient the clipping removed
 
 
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """Squared error of every value; zeros where the mask is False."""
+
+    loss: Tensor  # float32 [T]
+    clipped: Tensor  # bool [T], tokens whose gradient the clipping removed
+
+
 def sequence_weights(
     lengths: Sequence[int], loss_mean: LossMean, max_new_tokens: int | None = None
 ) -> NDArray[np.float64]:
@@ -116,6 +124,30 @@ def sequence_log_ratios(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> 
     means = (sums[:, 0] / sums[:, 1].clamp(min=1.0)).to(log_ratio.dtype)
     spread = means.repeat_interleave(lengths, output_size=len(log_ratio))
     return torch.where(mask, spread + (log_ratio - log_ratio.detach()), 0.0)
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float
+) -> ValueLoss:
+    """Half the squared error of a critic, clipped as PPO's surrogate is.
+
+    ``max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2``, as in OpenAI's baselines
+    and TRL's PPO; with ``clip`` 0 simply ``(V - R)^2 / 2``. The gradient flows through ``values``.
+
+    Args:
+        values: [T] of the critic being trained.
+        old_values: [T] of the critic before this update.
+        returns: [T].
+        mask: bool [T].
+    """
+    # Where before the square: garbage on masked positions must not reach the gradient.
+    error = torch.where(mask, values - returns, 0.0)
+    squared = error.square()
+    if clip == 0:
+        return ValueLoss(loss=0.5 * squared, clipped=torch.zeros_like(mask))
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    bounded = torch.where(mask, near - returns, 0.0).square()
+    return ValueLoss(loss=0.5 * torch.maximum(squared, bounded), clipped=bounded > squared)
 
 
 def kl_penalty(

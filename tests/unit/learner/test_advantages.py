@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rlhf.learner.advantages import grpo, reinforce_plus_plus, rloo, whiten
+from hpc_rlhf.learner.advantages import (
+    explained_variance,
+    gae,
+    grpo,
+    reinforce_plus_plus,
+    rloo,
+    whiten,
+)
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 3.0], np.float32)
 GROUPS = np.array([7, 7, 7, 7, 2, 2])
@@ -82,6 +89,50 @@ def test_reinforce_plus_plus_with_baseline_by_hand() -> None:
     std = np.sqrt((1 + 1 + 1 + 0) / 4 - 0.25**2)
     expected = [[-1.25 / std], [0.75 / std] * 2, [-0.25 / std]]
     assert [a.tolist() for a in got] == [pytest.approx(row, rel=1e-6) for row in expected]
+
+
+# gamma 0.5, lambda 0.5, worked backwards from the last token:
+# t   r     V    delta = r + V'/2 - V       A = delta + A'/4          return = A + V
+# 2   4.0   2.0  4 + 0   - 2    =  2        2                         4
+# 1   0.0   3.0  0 + 1   - 3    = -2        -2   + 0.5   = -1.5       1.5
+# 0  -1.0   1.0  -1 + 1.5 - 1   = -0.5      -0.5 - 0.375 = -0.875     0.125
+GAE_TABLE = {
+    "rewards": [-1.0, 0.0, 4.0],
+    "values": [1.0, 3.0, 2.0],
+    "advantages": [-0.875, -1.5, 2.0],
+    "returns": [0.125, 1.5, 4.0],
+}
+
+
+def test_gae_against_the_table_worked_by_hand() -> None:
+    """Beside a shorter completion and one without a token, which must not matter."""
+    rewards = [np.array([7.0]), np.array(GAE_TABLE["rewards"]), np.zeros(0)]
+    values = [np.array([6.5]), np.array(GAE_TABLE["values"]), np.zeros(0)]
+    advantages, returns = gae(rewards, values, gamma=0.5, lam=0.5)
+    assert [a.tolist() for a in advantages] == [[0.5], GAE_TABLE["advantages"], []]
+    assert [r.tolist() for r in returns] == [[7.0], GAE_TABLE["returns"], []]
+    assert advantages[1].dtype == returns[1].dtype == np.float32
+
+
+def test_gae_between_its_two_extremes() -> None:
+    """lambda 0 is the temporal difference, lambda 1 the return less the value."""
+    rng = np.random.default_rng(0)
+    rewards, values = [rng.random(5)], [rng.random(5)]
+    (one_step,), _ = gae(rewards, values, gamma=0.9, lam=0.0)
+    following = np.append(values[0][1:], 0.0)
+    np.testing.assert_allclose(one_step, rewards[0] + 0.9 * following - values[0], atol=1e-6)
+    (whole,), (returns,) = gae(rewards, values, gamma=0.9, lam=1.0)
+    discounted = [sum(0.9 ** (s - t) * rewards[0][s] for s in range(t, 5)) for t in range(5)]
+    np.testing.assert_allclose(returns, discounted, atol=1e-6)
+    np.testing.assert_allclose(whole, discounted - values[0], atol=1e-6)
+
+
+def test_explained_variance() -> None:
+    returns = [np.array([1.0, 3.0]), np.array([2.0])]
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(returns, [np.zeros(2), np.zeros(1)]) == 0.0
+    assert explained_variance(returns, [np.array([3.0, 1.0]), np.array([2.0])]) == pytest.approx(-3)
+    assert explained_variance([np.ones(2)], [np.zeros(2)]) == 0.0
 
 
 def test_whitening_is_over_all_tokens_and_leaves_equal_ones_at_zero() -> None:

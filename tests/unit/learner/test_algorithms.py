@@ -11,6 +11,8 @@ import torch
 from hpc_rlhf.config import (
     AlgorithmConfig,
     AlgorithmName,
+    CriticConfig,
+    CriticKind,
     ImportanceWeight,
     KlConfig,
     KlEstimator,
@@ -157,6 +159,53 @@ def test_reinforce_plus_plus_takes_the_kl_off_the_tokens() -> None:
     returns = np.array([0.95, -0.1, -0.05, 2.85, 2.9, 2.95, 3.95])
     expected = (returns - returns.mean()) / returns.std()
     assert np.concatenate(got).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_ppo_rewards_the_last_token_and_learns_from_the_critic() -> None:
+    """gamma = lambda = 1: a return is what is still to come, an advantage that less the value."""
+    kl = KlConfig(coef=0.1, placement=KlPlacement.REWARD, estimator=KlEstimator.K1)
+    config = AlgorithmConfig(name=AlgorithmName.PPO, kl=kl, lam=1.0)
+    algorithm = make_algorithm(config)
+    with pytest.raises(ValueError, match="values"):
+        algorithm.lesson(_experience())
+    values = tuple(
+        np.full(n, v, np.float32) for n, v in zip((1, 2, 3, 1), (1, 0, 2, 4), strict=True)
+    )
+    lesson = algorithm.lesson(replace(_experience(), values=values))
+    # k1 = 0.5 a token, 0.05 off its reward.
+    returns = [0.95, -0.1, -0.05, 2.85, 2.9, 2.95, 3.95]
+    assert np.concatenate(lesson.fields["returns"]).tolist() == pytest.approx(returns, abs=1e-6)
+    estimates = np.array(returns) - np.concatenate(values)
+    expected = (estimates - estimates.mean()) / estimates.std()
+    assert np.concatenate(lesson.fields["advantages"]).tolist() == pytest.approx(
+        expected.tolist(), abs=1e-5
+    )
+    assert lesson.fields["old_values"] is values
+    assert 0.7 < lesson.metrics["explained_variance"] < 1.0
+
+
+def test_a_shared_critic_adds_its_loss_and_a_separate_one_does_not() -> None:
+    item = completion_item(
+        np.array([1]),
+        np.array([3, 4]),
+        advantages=np.array([1.0, -1.0], np.float32),
+        old_logprobs=np.array([-1.0, -1.0], np.float32),
+        returns=np.array([2.0, 0.0], np.float32),
+        old_values=np.array([0.0, 1.0], np.float32),
+    )
+    ((batch,),) = pack([item], max_tokens=4)
+    outputs = Outputs(torch.full((2,), -1.0), scores=torch.tensor([1.0, 1.0]))
+    ppo = AlgorithmConfig(name=AlgorithmName.PPO)
+    critic = CriticConfig(kind=CriticKind.SHARED, coef=0.1, clip=0.0)
+    shared = make_algorithm(ppo, critic).token_loss(batch, outputs)
+    assert shared.loss.tolist() == pytest.approx([-1.0 + 0.1 * 0.5, 1.0 + 0.1 * 0.5])
+    assert shared.means["value_loss"].tolist() == [0.5, 0.5]
+    assert shared.means["value"].tolist() == [1.0, 1.0]
+    separate = make_algorithm(ppo, replace(critic, kind=CriticKind.SEPARATE))
+    assert separate.token_loss(batch, outputs).loss.tolist() == [-1.0, 1.0]
+    assert separate.critic is not None
+    assert separate.critic.token_loss(batch, outputs).loss.tolist() == [0.5, 0.5]
+    assert make_algorithm(AlgorithmConfig()).critic is None
 
 
 def test_overlong_completions_are_punished_and_cut_ones_dropped() -> None:

@@ -13,6 +13,7 @@ from hpc_rlhf.learner.losses import (
     sequence_log_ratios,
     sequence_weights,
     sft_loss,
+    value_loss,
 )
 
 ALL = torch.ones(4, dtype=torch.bool)
@@ -79,6 +80,23 @@ def test_kl_estimators_are_unbiased(estimator: KlEstimator) -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     estimates = kl_penalty(p.log(), q.log(), ALL[:3], estimator)
     assert (p * estimates).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-6)
+
+
+def test_clipped_value_loss_by_hand() -> None:
+    """Old value 1, clip 0.5, return 3: inside, clipped where that helps, not where it hurts."""
+    values = torch.tensor([1.2, 2.5, -2.0, 9.0], requires_grad=True)
+    mask = torch.tensor([True, True, True, False])
+    returns = torch.tensor([3.0, 3.0, 3.0, torch.nan])
+    out = value_loss(values, torch.ones(4), returns, mask, 0.5)
+    # (1.2 - 3)^2 / 2; max(0.5^2, (1.5 - 3)^2) / 2; max((-5)^2, (0.5 - 3)^2) / 2
+    assert out.loss.tolist() == pytest.approx([1.62, 1.125, 12.5, 0.0])
+    assert out.clipped.tolist() == [False, True, False, False]
+    out.loss.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([-1.8, 0.0, -5.0, 0.0])
+    plain = value_loss(values.detach(), torch.ones(4), returns, mask, 0.0)
+    assert plain.loss.tolist() == pytest.approx([1.62, 0.125, 12.5, 0.0])
+    assert not plain.clipped.any()
 
 
 def test_weights_by_hand() -> None:
