@@ -139,6 +139,7 @@ class RewardName(Choice):
     EXACT = "exact"
     REGEX = "regex"
     PYTHON = "python"
+    MODEL = "model"
 
 
 class Launcher(Choice):
@@ -262,6 +263,7 @@ class AlgorithmConfig:
     loss_mean: LossMean = LossMean.SEQUENCE
     epochs: int = 1  # passes over one batch of rollouts
     mini_batches: int = 1  # optimizer steps per pass
+    max_skipped_steps: int = 10  # of a run, whose loss or gradient is not finite; one more ends it
     entropy_coef: float = 0.0  # of the entropy bonus
     gamma: float = 1.0  # PPO: discount of a token
     lam: float = 0.95  # PPO: lambda of the generalised advantage estimates
@@ -348,6 +350,12 @@ class RewardConfig:
     name: RewardName = RewardName.EXACT
     pattern: str | None = None  # regex: what to find; exact: group 1 is the answer given
     function: str | None = None  # python: "package.module:function"
+    model: str | None = (
+        None  # model: directory of a reward model, a sequence classifier of one label
+    )
+    retokenize: bool = (
+        False  # model: render and tokenise text again, where its tokenizer is another
+    )
     timeout_s: float = 10.0  # of one sample
     workers: int = 1
     max_failure_fraction: float = 0.5  # of one batch; above it the attempt ends

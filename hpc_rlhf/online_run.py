@@ -7,7 +7,6 @@ Every method is collective over the learner. What only the coordinator (learner 
 import logging
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,10 @@ from hpc_rlhf.data.prompts import PromptCursor, PromptDataset
 from hpc_rlhf.errors import ComponentError
 from hpc_rlhf.fs import publish_json
 from hpc_rlhf.learner import off_policy
+from hpc_rlhf.learner.actor_critic import ActorCritic, UnfinishedUpdate, UpdateStopped
 from hpc_rlhf.learner.algorithms import Algorithm
 from hpc_rlhf.learner.kl_control import KlController
 from hpc_rlhf.learner.stats import sequence_kl
-from hpc_rlhf.learner.trainer import Trainer, UnfinishedUpdate, UpdateStopped
 from hpc_rlhf.models.megatron import PolicyModel, export_hf
 from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.observe.notices import tell
@@ -37,9 +36,9 @@ from hpc_rlhf.observe.timeline import StepTimes
 from hpc_rlhf.rollout import spill, store
 from hpc_rlhf.rollout.sampler import Done, Joined, SampleRequest, SamplerPool
 from hpc_rlhf.run_dir import RunDir
-from hpc_rlhf.scoring.verifiers import VerifierPool
+from hpc_rlhf.scoring.scorer import Scorer
 from hpc_rlhf.sync.collective import CollectiveTransport
-from hpc_rlhf.types import Experience, Phase, Prompt, Rollout, Scores, sample_seed
+from hpc_rlhf.types import Experience, Phase, Prompt, Readings, Rollout, Scores, sample_seed
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +62,11 @@ class Coordinator:
 
     dataset: PromptDataset
     pool: SamplerPool
-    verifiers: VerifierPool
     metrics: MetricsWriter
     walltime: WalltimeGuard
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def close(self) -> None:
-        self.thread.shutdown(cancel_futures=True)
         self.pool.close()
-        self.verifiers.close()
         self.metrics.close()
 
 
@@ -87,8 +82,11 @@ class OnlineRun:
     algorithm: Algorithm
     kl: KlController  # of the step under way
     off_policy: OffPolicyConfig
-    trainer: Trainer
+    critic_warmup_steps: int  # first steps, in which only the critic learns
+    max_skipped_steps: int  # mini-batches of the run whose loss is not finite
+    trainer: ActorCritic
     reference: PolicyModel | None
+    scorer: Scorer
     transport: CollectiveTransport
     checkpoints: CheckpointManager
     control: ControlGroup
@@ -100,6 +98,7 @@ class OnlineRun:
     cursor: PromptCursor = field(default_factory=PromptCursor)  # behind the last finished step
     next_cursor: PromptCursor | None = None  # behind the one under way
     stats: dict[str, float] = field(default_factory=dict)  # of the step under way
+    skipped: int = 0  # mini-batches whose loss or gradient was not finite
     mid_step: MidStep | None = None
     optimizer_steps: int = 0  # of the step under way, by this attempt
     saved: SavePoint = BEGINNING
@@ -117,6 +116,7 @@ class OnlineRun:
             self.completed, self.saved = point.step, point
             self.cursor = PromptCursor(**state["cursor"])
             self.kl = replace(self.kl, coef=state["kl_coef"])
+            self.skipped = state["skipped"]
             if point.mini_batches:
                 self._resume_mid_step(**state["mid_step"])
         if self.coordinator is not None:
@@ -237,9 +237,7 @@ class OnlineRun:
         raise StopRequested
 
     def score(self, rollouts: tuple[Rollout, ...]) -> Experience:
-        """Reward every rollout, and sweep it with the policy and the reference.
-
-        The verifiers work in their own processes while the learner sweeps.
+        """Reward every rollout, and sweep it with the policy, the reference and the critic.
 
         Raises:
             StopRequested: the samples are on disk.
@@ -247,24 +245,17 @@ class OnlineRun:
         if self.mid_step is not None:
             return self.mid_step.experience
         self._stop_with(rollouts)
-        scoring = None
-        if self.coordinator is not None:
-            scoring = self.coordinator.thread.submit(self.coordinator.verifiers.score, rollouts)
-        old = self.trainer.log_probs(rollouts)
-        ref = self.trainer.log_probs(rollouts, model=self.reference) if self.reference else None
-        log_probs = store.LearnerLogProbs(old=old, reference=ref)
-        if scoring is not None:
-            wait([scoring])
+        scoring = self.scorer.start(rollouts)
+        readings = self.trainer.read(rollouts, self.reference)
+        scoring.wait()
         # Before a look at the result: the signal to stop may have gone to what verifiers run, too.
         self._stop_with(rollouts, Phase.TRAIN, Phase.SYNC)
-        scores = scoring.result() if scoring is not None else None
-        if scores is not None:
-            store.write_step(self._rollouts(rollouts[0].step), rollouts, scores, log_probs)
+        scores = scoring.result()
+        if self.coordinator is not None:
+            store.write_step(self._rollouts(rollouts[0].step), rollouts, scores, readings)
             spill.remove(self.directory)
-        scores = self.control.broadcast(scores)
-        assert scores is not None
         self.stats |= rollout_stats(rollouts, scores)
-        experience = make_experience(rollouts, scores, log_probs)
+        experience = make_experience(rollouts, scores, readings)
         self._watch_mismatch(experience)
         return experience
 
@@ -302,6 +293,8 @@ class OnlineRun:
             self.stats |= self.trainer.update(
                 self.algorithm.with_kl_coef(self.kl.coef),
                 experience,
+                critic_only=self.completed < self.critic_warmup_steps,
+                max_not_finite=self.max_skipped_steps - self.skipped,
                 unfinished=self.mid_step.update if self.mid_step else None,
                 stop=lambda: self.save_points.stop_before("optimizer_step", Phase.SYNC),
             )
@@ -309,6 +302,7 @@ class OnlineRun:
             self.mid_step = MidStep(experience, stopped.unfinished)
             raise StopRequested from None
         self.optimizer_steps = self.trainer.num_steps - before
+        self.skipped += int(self.stats["not_finite_steps"])
         self.mid_step = None
         kl = sequence_kl(experience)
         if kl is not None:
@@ -339,6 +333,7 @@ class OnlineRun:
             "step": self.completed,
             "cursor": vars(self.cursor),
             "kl_coef": self.kl.coef,
+            "skipped": self.skipped,
         }
         if update is not None:
             state["mid_step"] = {
@@ -394,6 +389,7 @@ class OnlineRun:
     def close(self) -> None:
         if self.coordinator is not None:
             self.coordinator.close()
+        self.scorer.close()
         self.checkpoints.close()
 
 
@@ -423,16 +419,17 @@ def sample_requests(
 
 
 def make_experience(
-    rollouts: tuple[Rollout, ...], scores: Scores, log_probs: store.LearnerLogProbs
+    rollouts: tuple[Rollout, ...], scores: Scores, readings: Readings
 ) -> Experience:
     """What is learned from scored rollouts: all but the excluded ones."""
     kept = [i for i in range(len(rollouts)) if i not in scores.excluded]
-    reference = log_probs.reference
+    reference, values = readings.reference, readings.values
     return Experience(
         rollouts=tuple(rollouts[i] for i in kept),
         rewards=scores.rewards[kept],
-        old_logprobs=tuple(log_probs.old[i] for i in kept),
+        old_logprobs=tuple(readings.old[i] for i in kept),
         ref_logprobs=tuple(reference[i] for i in kept) if reference else None,
+        values=tuple(values[i] for i in kept) if values else None,
     )
 
 

@@ -94,6 +94,15 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """What the learner's models say of N completions' tokens before a step, in rollout order."""
+
+    old: tuple[NDArray[np.float32], ...]  # N x [T_i], log-probs of the policy
+    reference: tuple[NDArray[np.float32], ...] | None  # N x [T_i], log-probs
+    values: tuple[NDArray[np.float32], ...] | None = None  # N x [T_i], of the critic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
     """What the learner trains on: N rollouts with their scores and log-probs, in rollout order."""
 

@@ -43,7 +43,7 @@ from hpc_rlhf.data.tiny import make_tiny_model
 from hpc_rlhf.learner.algorithms import make_algorithm
 from hpc_rlhf.observe.metrics import read_metrics
 from hpc_rlhf.run_dir import RunDir
-from tests.distributed.learner_fixtures import experience, make_trainer
+from tests.distributed.learner_fixtures import experience, make_trainer, update
 from tests.distributed.ranks import run_ranks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -160,7 +160,7 @@ def _measure(
     algorithm = make_algorithm(AlgorithmConfig())
     batch = experience(model)
     for _ in range(2):
-        trainer.update(algorithm, batch)
+        update(trainer, algorithm, batch)
     manager = CheckpointManager(run, keep=1)
     measured = Measured()
     for step in range(1, 2 * repeats + 2):

@@ -27,6 +27,7 @@ from hpc_rlhf.config import (
     ParallelConfig,
     Recompute,
 )
+from hpc_rlhf.learner.actor_critic import ActorCritic
 from hpc_rlhf.learner.algorithms import make_algorithm
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.hf_layout import HfModelSpec
@@ -208,7 +209,8 @@ def learner(
     )
     algorithm, experience = make_algorithm(_algorithm()), sequences(arguments)
     try:
-        return _timed(arguments.updates, lambda: trainer.update(algorithm, experience)["loss"])
+        learner = ActorCritic(trainer)
+        return _timed(arguments.updates, lambda: learner.update(algorithm, experience)["loss"])
     finally:
         trainer.close()
 

@@ -57,6 +57,15 @@ def eos_token_ids(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> tupl
     return tuple(sorted(ids))
 
 
+def same_tokens(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> bool:
+    """Whether two tokenizers mean the same by every token id, and end a text with the same one."""
+    return (
+        one.get_vocab() == other.get_vocab()
+        and one.eos_token_id == other.eos_token_id
+        and one.chat_template == other.chat_template
+    )
+
+
 def check_special_tokens(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> None:
     """Refuse a tokenizer without a padding or an end token.
 

@@ -156,14 +156,10 @@ class PromptDataset:
         return self._orders[seed, epoch]
 
 
-def render_prompt(
-    record: Mapping[str, Any],
-    config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    place: str,
-) -> str:
-    """The text of a record's prompt, the chat template applied where configured.
+def read_prompt(
+    record: Mapping[str, Any], config: DataConfig, *, place: str
+) -> str | tuple[Mapping[str, Any], ...]:
+    """A record's prompt: text that is continued, or the messages of a chat.
 
     Args:
         place: ``file:line``, for the error.
@@ -186,8 +182,26 @@ def render_prompt(
         messages.append({"role": "user", "content": value})
     else:
         return value
+    return tuple(messages)
+
+
+def render_prompt(
+    record: Mapping[str, Any],
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    place: str,
+) -> str:
+    """The text of a record's prompt, the chat template applied where configured.
+
+    Raises:
+        BadRecord: as :func:`read_prompt`, or the template refuses the messages.
+    """
+    prompt = read_prompt(record, config, place=place)
+    if isinstance(prompt, str):
+        return prompt
     try:
-        return render_chat(tokenizer, messages)
+        return render_chat(tokenizer, prompt)
     except ValueError as error:
         raise BadRecord(f"{place}: {error}") from error
 

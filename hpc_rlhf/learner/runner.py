@@ -1,6 +1,7 @@
 """Models over packed micro-batches, through Megatron's pipeline schedule."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,14 @@ from hpc_rlhf.config import LearnerConfig
 from hpc_rlhf.learner.algorithms import Outputs
 from hpc_rlhf.learner.packing import MicroBatch, PackItem, assign, build, padded_tokens
 from hpc_rlhf.models.megatron import PolicyModel
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReadings:
+    """Numbers of the tokens of N sequences, N x float32 [T_i]; None where there is no such head."""
+
+    log_probs: tuple[NDArray[np.float32], ...] | None = None
+    scores: tuple[NDArray[np.float32], ...] | None = None
 
 
 class Runner:
@@ -61,10 +70,13 @@ class Runner:
         wrapped: torch.nn.Module,
         batches: Sequence[MicroBatch],
         loss: Callable[[MicroBatch, Outputs], tuple[Tensor, Tensor, Any]],
+        *,
+        head_only: bool = False,
     ) -> list[Any]:
         """Forward and backward; gradients accumulate in ``wrapped``, Megatron's DDP of ``model``.
 
         Args:
+            head_only: the gradient ends at the last hidden states: below them it is zero.
             loss: of a micro-batch: its part of the mini-batch's loss, its learned tokens, and what
                 is to be reported.
 
@@ -73,6 +85,8 @@ class Runner:
         """
 
         def head(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            if head_only:  # and not detached: the pipeline's schedule sends gradients backwards
+                hidden = hidden.detach() + 0.0 * hidden
             return loss(batch, self._outputs(model, batch, hidden))
 
         return self._run(wrapped, batches, head, forward_only=False)
@@ -91,22 +105,38 @@ class Runner:
 
         return self._run(model, batches, head, forward_only=True)
 
+    def read(self, model: PolicyModel, items: Sequence[PackItem]) -> TokenReadings:
+        """What the model's heads say of every item's masked positions, the same on every rank."""
+        heads = [
+            name
+            for name, there in (
+                ("log_probs", model.spec.lm_head),
+                ("scores", model.spec.score_head),
+            )
+            if there
+        ]
+        counts = [int(item.loss_mask.sum()) for item in items]
+        flat = np.zeros((len(heads), sum(counts)), np.float32)
+        parts = np.split(flat, np.cumsum(counts)[:-1], axis=1) if items else []
+        if items:
+            batches, _ = self.pack(items)
+            swept = self.sweep(model, batches, partial(_numbers, heads))
+            if self.speaks:
+                for batch, values in zip(batches, swept, strict=True):
+                    for head, of_head in enumerate(values.cpu().numpy()):
+                        for index, found in batch.unpack(of_head):
+                            parts[index][head] = found
+            parts = np.split(self.sum_everywhere(flat), np.cumsum(counts)[:-1], axis=1)
+        found_of = {name: tuple(part[k] for part in parts) for k, name in enumerate(heads)}
+        return TokenReadings(**found_of)
+
     def token_log_probs(
         self, model: PolicyModel, items: Sequence[PackItem]
-    ) -> list[NDArray[np.float32]]:
+    ) -> tuple[NDArray[np.float32], ...]:
         """Log-probs of every item's masked targets, in order, the same on every rank."""
-        if not items:
-            return []
-        batches, _ = self.pack(items)
-        swept = self.sweep(model, batches, lambda batch, outputs: outputs.log_probs)
-        counts = [int(item.loss_mask.sum()) for item in items]
-        flat = np.zeros(sum(counts), np.float32)
-        parts = np.split(flat, np.cumsum(counts)[:-1])
-        if self.speaks:
-            for batch, values in zip(batches, swept, strict=True):
-                for index, found in batch.unpack(values.cpu().numpy()):
-                    parts[index][:] = found
-        return np.split(self.sum_everywhere(flat), np.cumsum(counts)[:-1])
+        log_probs = self.read(model, items).log_probs
+        assert log_probs is not None
+        return log_probs
 
     def sequence_values(
         self,
@@ -181,6 +211,11 @@ class Runner:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+
+def _numbers(heads: Sequence[str], batch: MicroBatch, outputs: Outputs) -> Tensor:
+    """Of each of ``heads``, [heads, T]."""
+    return torch.stack([getattr(outputs, name) for name in heads])
 
 
 def _index_of_first(flag: bool) -> int:

@@ -7,7 +7,7 @@ data-parallel ranks: Megatron neither divides by token counts nor averages.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,17 +23,16 @@ from megatron.core.distributed import (
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpc_rlhf.config import LearnerConfig, LossMean
+from hpc_rlhf.config import LearnerConfig
 from hpc_rlhf.errors import ComponentError
-from hpc_rlhf.learner.algorithms import Algorithm, Lesson, Loss, Outputs
-from hpc_rlhf.learner.losses import sequence_weights
+from hpc_rlhf.learner.algorithms import Loss, Outputs
 from hpc_rlhf.learner.objectives import Objective
 from hpc_rlhf.learner.optimizer import PolicyOptimizer
 from hpc_rlhf.learner.packing import WEIGHT, MicroBatch, PackItem, completion_item
-from hpc_rlhf.learner.runner import Runner
+from hpc_rlhf.learner.runner import Runner, TokenReadings
 from hpc_rlhf.learner.stats import StepStats, merge
 from hpc_rlhf.models.megatron import PolicyModel
-from hpc_rlhf.types import Example, Experience, Rollout
+from hpc_rlhf.types import Example, Rollout
 
 _EVALUATED_AT_ONCE = 128  # examples between two looks at whether to stop
 
@@ -65,34 +64,6 @@ class Measured:
     sequences: NDArray[np.float64] | None = None  # [items, sequences of an item]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnfinishedUpdate:
-    """An update that was stopped between two of its optimizer steps: what is known of the first ones."""
-
-    first_step: int  # optimizer steps before it: what the order of its samples is drawn from
-    mini_batches: int  # done, of :func:`mini_batch_plan`
-    steps: tuple[StepStats, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "UnfinishedUpdate":
-        return cls(**{**value, "steps": tuple(StepStats(**step) for step in value["steps"])})
-
-
-class UpdateStopped(Exception):
-    """An update was left between two optimizer steps; the weights are those after ``unfinished``."""
-
-    def __init__(self, unfinished: UnfinishedUpdate) -> None:
-        super().__init__(f"stopped after {unfinished.mini_batches} mini-batches")
-        self.unfinished = unfinished
-
-
-def _never() -> bool:
-    return False
-
-
 def add(parts: Sequence[Measured]) -> Measured:
     """The sum over parts of a mini-batch whose weights are of the whole."""
     first = parts[0]
@@ -106,7 +77,7 @@ def add(parts: Sequence[Measured]) -> Measured:
 
 
 class Trainer:
-    """The policy with its optimizer: one object per rank, every method collective over the learner.
+    """A model with its optimizer: one object per rank, every method collective over the learner.
 
     Owns ``model``'s gradients and moves its parameters into contiguous buffers; the model can still
     be read (exported, synced) at any time between calls. Nothing outside of the model and this
@@ -121,19 +92,16 @@ class Trainer:
         *,
         total_steps: int,
         temperature: float = 1.0,
-        max_new_tokens: int | None = None,
-        seed: int = 0,
+        name: str = "",
     ) -> None:
         """Args:
         model: of :func:`hpc_rlhf.models.megatron.build_model`, with its weights loaded.
         total_steps: optimizer steps of the whole run, where the LR schedule ends.
         temperature: of the distribution whose log-probs are learned: the sampler's.
-        max_new_tokens: the sampler's; ``LossMean.CONSTANT`` divides by it and needs it.
-        seed: of the order of samples in mini-batches.
+        name: of the model, where one checkpoint holds several.
         """
         self.model = model
-        self._max_new_tokens = max_new_tokens
-        self._seed = seed
+        self._prefix = f"{name}." if name else ""
         config = model.config
         self.runner = Runner(config, learner, temperature=temperature)
         assert config.calculate_per_token_loss  # DDP would divide by the data-parallel size
@@ -154,67 +122,6 @@ class Trainer:
     def num_steps(self) -> int:
         """Optimizer steps taken."""
         return self._optimizer.num_steps
-
-    def update(
-        self,
-        algorithm: Algorithm,
-        experience: Experience,
-        *,
-        unfinished: UnfinishedUpdate | None = None,
-        stop: Callable[[], bool] = _never,
-    ) -> dict[str, float]:
-        """Learn from one batch of rollouts: ``epochs`` x ``mini_batches`` optimizer steps.
-
-        Args:
-            experience: the same on every rank.
-            unfinished: of an earlier update from the same experience, whose weights and optimizer
-                state were loaded: only its other mini-batches are learned from. What is learned
-                and returned is bitwise what it would have been in one go.
-            stop: collective; asked between two optimizer steps, ends the update there.
-
-        Returns:
-            The same on every rank. Means over optimizer steps: ``loss``, ``grad_norm`` (before
-            clipping). Means over learned tokens: ``entropy`` and what the algorithm reports
-            (``policy_loss``, ``ratio_mean``, ``clip_fraction``, ``kl``); maxima: ``ratio_max``.
-            ``lr`` of the last step, ``tokens`` read without padding, ``padding_fraction``, and the
-            metrics of the algorithm's lesson. ``skipped_steps``: mini-batches all of whose tokens
-            were rejected, in which the optimizer did not step.
-
-        Raises:
-            UpdateStopped: ``stop`` returned True.
-            NotFinite: a loss or gradient is not finite, the optimizer did not step.
-            ComponentError: no completion has a token.
-            ValueError: the algorithm needs reference log-probs and there are none.
-        """
-        if not experience.rollouts:
-            raise ComponentError("learner: no rollouts to learn from, all were excluded")
-        lesson = algorithm.lesson(experience)
-        first_step = unfinished.first_step if unfinished else self.num_steps
-        done = unfinished.mini_batches if unfinished else 0
-        steps = list(unfinished.steps) if unfinished else []
-        plan = mini_batch_plan(
-            len(experience.rollouts),
-            algorithm.epochs,
-            algorithm.mini_batches,
-            seed=(self._seed, first_step),
-        )
-        for number, indices in enumerate(plan[done:], done):
-            if number > done and stop():
-                raise UpdateStopped(
-                    UnfinishedUpdate(first_step=first_step, mini_batches=number, steps=tuple(steps))
-                )
-            items, names = lesson_items(
-                lesson, experience.rollouts, indices, algorithm.loss_mean, self._max_new_tokens
-            )
-            if items:
-                steps.append(self.step(algorithm, items, names)[0])
-        if not steps:
-            raise ComponentError(
-                f"learner: optimizer step {self.num_steps}: no token of the batch is to be learned "
-                f"from; of all tokens {lesson.metrics['rejected_fraction']:.0%} were rejected by "
-                "algorithm.off_policy's bounds"
-            )
-        return merge(steps) | {**lesson.metrics, "skipped_steps": float(len(plan) - len(steps))}
 
     def fit(self, objective: Objective, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on the mean loss of ``examples``.
@@ -262,13 +169,19 @@ class Trainer:
         }
 
     def step(
-        self, loss: Loss, items: Sequence[PackItem], names: Sequence[str]
+        self,
+        loss: Loss,
+        items: Sequence[PackItem],
+        names: Sequence[str],
+        *,
+        head_only: bool = False,
     ) -> tuple[StepStats, Measured]:
         """One optimizer step on the sum over ``items`` of weighted losses.
 
         Args:
             items: the same on every rank, with the field ``WEIGHT`` and those that ``loss`` reads.
             names: of the items, for messages.
+            head_only: learn the heads alone; without weight decay the trunk stays as it is.
 
         Returns:
             The same on every rank.
@@ -285,7 +198,9 @@ class Trainer:
             )
         batches, padded = self.runner.pack(items)
         self._ddp.zero_grad_buffer()
-        results = self.runner.learn(self.model, self._ddp, batches, partial(_learn, loss))
+        results = self.runner.learn(
+            self.model, self._ddp, batches, partial(_learn, loss), head_only=head_only
+        )
         measured = self._reduce(items, batches, results)
         if not math.isfinite(measured.loss):
             guilty = [names[i] for i in measured.not_finite]
@@ -317,30 +232,34 @@ class Trainer:
         results = self.runner.sweep(self.model, batches, partial(_measure, loss))
         return self._reduce(items, batches, results)
 
-    def log_probs(
-        self, rollouts: Sequence[Rollout], model: PolicyModel | None = None
-    ) -> tuple[NDArray[np.float32], ...]:
-        """Log-probs of the completions' tokens, at the sampling temperature.
+    def read(self, rollouts: Sequence[Rollout], model: PolicyModel | None = None) -> TokenReadings:
+        """What a model says of the completions' tokens, log-probs at the sampling temperature.
 
         A forward sweep through the pipeline, packed as for training.
 
         Args:
             rollouts: the same on every rank.
-            model: another model of the same layout, the frozen reference; default: the policy.
+            model: another model of the same layout, the frozen reference; default: the trainer's.
 
         Returns:
-            N x float32 [T_i], in rollout order, the same on every rank.
+            N x float32 [T_i] of each of the model's heads, in rollout order, the same on every rank.
         """
-        found = [np.zeros(0, np.float32) for _ in rollouts]
         kept = [i for i, r in enumerate(rollouts) if len(r.completion.token_ids)]
         items = [
             completion_item(rollouts[i].prompt.token_ids, rollouts[i].completion.token_ids)
             for i in kept
         ]
-        swept = self.runner.token_log_probs(self.model if model is None else model, items)
-        for i, values in zip(kept, swept, strict=True):
-            found[i] = values
-        return tuple(found)
+        found = self.runner.read(self.model if model is None else model, items)
+
+        def with_empty(values: Sequence[NDArray[np.float32]] | None) -> Any:
+            if values is None:
+                return None
+            every = [np.zeros(0, np.float32) for _ in rollouts]
+            for i, of_tokens in zip(kept, values, strict=True):
+                every[i] = of_tokens
+            return tuple(every)
+
+        return TokenReadings(with_empty(found.log_probs), with_empty(found.scores))
 
     def sharded_state_dict(self, *, is_loading: bool) -> dict[str, Any]:
         """Everything to resume from, for ``megatron.core.dist_checkpointing``.
@@ -352,7 +271,7 @@ class Trainer:
             "distrib_optim_sharding_type": "fully_reshardable",
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-        model_state = self.model.sharded_state_dict(metadata=metadata)
+        model_state = self.model.sharded_state_dict(prefix=self._prefix, metadata=metadata)
         optimizer_state = self._optimizer.sharded_state_dict(
             model_state, is_loading=is_loading, metadata=metadata
         )
@@ -360,7 +279,10 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`sharded_state_dict` described, onto this layout."""
-        self.model.load_state_dict(state["model"])
+        model_state = state["model"]
+        self.model.load_state_dict(
+            {name.removeprefix(self._prefix): value for name, value in model_state.items()}
+        )
         self._optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> None:
@@ -427,62 +349,6 @@ class Trainer:
         found: list[Any] = [None] * self.runner.dp_size
         dist.all_gather_object(found, mine, group=parallel_state.get_data_parallel_group())
         return tuple(sorted({index for indices in found for index in indices}))
-
-
-def lesson_items(
-    lesson: Lesson,
-    rollouts: Sequence[Rollout],
-    indices: Sequence[int] | NDArray[np.integer],
-    loss_mean: LossMean,
-    max_new_tokens: int | None,
-) -> tuple[list[PackItem], list[str]]:
-    """What one mini-batch learns from, weighted, and the samples' names.
-
-    The mean is over what is learned from: a completion whose tokens were all rejected counts as
-    little as one that was never sampled.
-    """
-    learned = [int(lesson.learned[i].sum()) for i in indices]
-    kept = [
-        (i, n) for i, n in zip(indices, learned, strict=True) if n or not len(lesson.learned[i])
-    ]
-    weights = sequence_weights([n for _, n in kept], loss_mean, max_new_tokens)
-    items: list[PackItem] = []
-    names: list[str] = []
-    for (i, count), weight in zip(kept, weights, strict=True):
-        if count == 0:  # a completion without a token
-            continue
-        rollout, mask = rollouts[i], lesson.learned[i]
-        item = completion_item(
-            rollout.prompt.token_ids,
-            rollout.completion.token_ids,
-            learned=mask,
-            **{WEIGHT: mask * np.float32(weight)},
-            **{name: values[i] for name, values in lesson.fields.items()},
-        )
-        items.append(item)
-        names.append(f"{rollout.prompt.uid}#{rollout.sample_index}")
-    return items, names
-
-
-def mini_batch_plan(
-    samples: int, epochs: int, mini_batches: int, *, seed: Sequence[int]
-) -> list[NDArray[np.intp]]:
-    """Which samples each optimizer step learns from, in order.
-
-    Every epoch goes through all samples once, in an order drawn from ``seed`` and the epoch when
-    there are several mini-batches. Mini-batches without a sample are left out.
-
-    Example:
-        >>> [p.tolist() for p in mini_batch_plan(3, 2, 1, seed=[0])]
-        [[0, 1, 2], [0, 1, 2]]
-    """
-    plan = []
-    for epoch in range(epochs):
-        order = np.arange(samples)
-        if mini_batches > 1:
-            order = np.random.default_rng([*seed, epoch]).permutation(samples)
-        plan += [part for part in np.array_split(order, mini_batches) if len(part)]
-    return plan
 
 
 # -- of one micro-batch, on the last pipeline stage ------------------------------------------------

@@ -42,6 +42,11 @@ def initial_score_weight(hidden_size: int, seed: int) -> torch.Tensor:
     return torch.randn(1, hidden_size, generator=generator) / math.sqrt(hidden_size + 1)
 
 
+def zero_score_weight(hidden_size: int) -> torch.Tensor:
+    """Weight [1, H] of a critic that knows nothing yet: every value is 0."""
+    return torch.zeros(1, hidden_size)
+
+
 def vocab_parallel_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,

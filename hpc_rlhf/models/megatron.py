@@ -27,7 +27,7 @@ from hpc_rlhf.cluster import device
 from hpc_rlhf.config import ParallelConfig, Recompute
 from hpc_rlhf.errors import ComponentError, UserError
 from hpc_rlhf.models.attention import PackedAttention, PackedSequences, RMSNorm
-from hpc_rlhf.models.heads import ScoreHead, initial_score_weight, vocab_parallel_log_probs
+from hpc_rlhf.models.heads import ScoreHead, vocab_parallel_log_probs
 from hpc_rlhf.models.hf_files import (
     CONFIG_FILE,
     TOKENIZER_FILES,
@@ -276,15 +276,19 @@ class TensorMeta:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def hf_metadata(model: PolicyModel) -> list[TensorMeta]:
+def hf_metadata(model: PolicyModel, *, value_head: bool = False) -> list[TensorMeta]:
     """What :func:`hf_tensors` will yield, in the same order, without communication."""
     dtype = model.config.params_dtype
-    return [TensorMeta(t.name, dtype, t.shape) for p in model.layout() for t in p.sources]
+    layout = _exported(model, value_head=value_head)
+    return [TensorMeta(t.name, dtype, t.shape) for p in layout for t in p.sources]
 
 
 @torch.no_grad()
 def hf_tensors(
-    model: PolicyModel, of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda p: p
+    model: PolicyModel,
+    of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda p: p,
+    *,
+    value_head: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this pipeline stage's weights, whole, under their Hugging Face names.
 
@@ -294,11 +298,13 @@ def hf_tensors(
 
     Args:
         of: what to yield instead of the parameter itself, of the same shape: its ``main_grad``, say.
+        value_head: yield the score head of a policy, too. That is its critic's, and no part of the
+            model that is sampled from or exported.
     """
     parameters = dict(model.named_parameters())
     group = parallel_state.get_tensor_model_parallel_group()
     size = torch.distributed.get_world_size(group)
-    for sharded in model.layout():
+    for sharded in _exported(model, value_head=value_head):
         if not sharded.sources:
             continue
         shard = of(parameters[sharded.name]).detach().contiguous()
@@ -317,31 +323,41 @@ def hf_tensors(
         yield from whole.items()
 
 
+def _exported(model: PolicyModel, *, value_head: bool) -> list[ShardedParameter]:
+    skipped = model.spec.lm_head and model.spec.score_head and not value_head
+    return [p for p in model.layout() if not (skipped and p.name == "score_head.weight")]
+
+
 @torch.no_grad()
-def load_hf(model: PolicyModel, directory: Path | str, *, head_seed: int | None = None) -> None:
+def load_hf(
+    model: PolicyModel,
+    directory: Path | str,
+    *,
+    new_head: Callable[[int], torch.Tensor] | None = None,
+) -> None:
     """Load a Hugging Face checkpoint; each rank reads only its own slices, from memory-mapped files.
 
     Weights are cast to the model's dtype. An optimizer that keeps its own copy of the parameters
     must be told afterwards (``reload_model_params``).
 
     Args:
-        head_seed: draw a score head that ``directory`` does not have from this seed; default: it
-            must have it.
+        new_head: makes the weight [1, H] of a score head that ``directory`` does not have, of the
+            hidden size; the same on every rank. Default: the directory must have it.
 
     Raises:
         UserError: no safetensors files, or tensors missing, unknown, or of other shapes than
             config.json says.
     """
     with HfWeights(Path(directory)) as weights:
-        optional = [] if head_seed is None else [SCORE_WEIGHT]
+        optional = [] if new_head is None else [SCORE_WEIGHT]
         weights.check(model.spec, optional=optional)
         parameters = dict(model.named_parameters())
         rank = parallel_state.get_tensor_model_parallel_rank()
         for sharded in model.layout():
             target = parameters[sharded.name]
             if any(source.name not in weights for source in sharded.sources):  # the optional one
-                assert head_seed is not None
-                target.copy_(initial_score_weight(model.spec.hidden_size, head_seed))
+                assert new_head is not None
+                target.copy_(new_head(model.spec.hidden_size))
                 continue
             target.zero_()  # padding rows stay 0
             for piece, offset in _with_offsets(sharded.pieces(rank)):
@@ -359,7 +375,8 @@ def export_hf(
 ) -> None:
     """Write the model as a Hugging Face directory, whole or not at all.
 
-    A model without a language-model head becomes a sequence classifier of one label.
+    A model without a language-model head becomes a sequence classifier of one label; the value head
+    of a policy is left out.
 
     COLLECTIVE over the learner; on return the directory is there for every rank. Each pipeline
     stage's leader writes that stage's files, so no rank gathers the whole model.
@@ -377,11 +394,10 @@ def export_hf(
     target = Path(target)
     dtype = dtype or model.config.params_dtype
     stages = model.config.pipeline_model_parallel_size
-    files = plan_files(model.spec, stages, dtype.itemsize, max_file_bytes)
+    spec = model.spec.with_heads(lm=True, score=False) if model.spec.lm_head else model.spec
+    files = plan_files(spec, stages, dtype.itemsize, max_file_bytes)
     pad_text, pad_id = pad_token or (None, None)
-    changes: dict[str, dict[str, Any]] = {
-        CONFIG_FILE: config_changes(model.spec, pad_token_id=pad_id)
-    }
+    changes: dict[str, dict[str, Any]] = {CONFIG_FILE: config_changes(spec, pad_token_id=pad_id)}
     if pad_text is not None:
         changes |= {name: {"pad_token": pad_text} for name in TOKENIZER_FILES}
     staging = target.with_name(f".{target.name}.export")

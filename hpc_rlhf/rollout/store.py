@@ -24,6 +24,7 @@ Layout (N samples, P distinct prompts, V version spans; ``x[offsets[i]:offsets[i
 ``learner/old``         float32      the policy's log-probs, rows as ``samples/logprobs``; the group
                                      is absent before the learner has read the samples
 ``learner/reference``   float32      the reference's; absent without one
+``learner/values``      float32      the critic's values; absent without one
 ======================  ===========  ================================================================
 
 The file's attribute ``format`` is :data:`FORMAT`.
@@ -32,7 +33,6 @@ The file's attribute ``format`` is :data:`FORMAT`.
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,26 +41,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rlhf.fs import publish
-from hpc_rlhf.types import Completion, Prompt, Rollout, Scores, VersionSpan
+from hpc_rlhf.types import Completion, Prompt, Readings, Rollout, Scores, VersionSpan
 
 FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerLogProbs:
-    """Log-probs of N completions' tokens under the learner's models, in rollout order."""
-
-    old: tuple[NDArray[np.float32], ...]  # N x [T_i], of the policy before the step
-    reference: tuple[NDArray[np.float32], ...] | None  # N x [T_i]
 
 
 def write_step(
     path: Path,
     rollouts: Sequence[Rollout],
     scores: Scores | None,
-    log_probs: LearnerLogProbs | None = None,
+    readings: Readings | None = None,
 ) -> Path:
-    """Publish ``rollouts``, their scores and log-probs as ``path``, whole or not at all.
+    """Publish ``rollouts``, their scores and the learner's readings as ``path``, whole or not at all.
 
     Raises:
         TypeError: a prompt's fields are not JSON.
@@ -72,10 +64,11 @@ def write_step(
     if scores is not None:
         contents["scores/rewards"] = np.asarray(scores.rewards, np.float32)
         contents["scores/excluded"] = [scores.excluded.get(i, "") for i in range(len(rollouts))]
-    if log_probs is not None:
-        contents["learner/old"] = _ragged(log_probs.old, np.float32)[1]
-        if log_probs.reference is not None:
-            contents["learner/reference"] = _ragged(log_probs.reference, np.float32)[1]
+    if readings is not None:
+        for name in ("old", "reference", "values"):
+            rows = getattr(readings, name)
+            if rows is not None:
+                contents[f"learner/{name}"] = _ragged(rows, np.float32)[1]
     # In memory first: HDF5 reads while it writes, and a published file is written once.
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
@@ -98,7 +91,7 @@ def read_step(path: Path) -> tuple[tuple[Rollout, ...], Scores | None]:
     return _rollouts(_read(path))
 
 
-def read_scored(path: Path) -> tuple[tuple[Rollout, ...], Scores, LearnerLogProbs]:
+def read_scored(path: Path) -> tuple[tuple[Rollout, ...], Scores, Readings]:
     """Read all of a step that the learner has read and scored; arrays come back bit for bit.
 
     Raises:
@@ -110,12 +103,14 @@ def read_scored(path: Path) -> tuple[tuple[Rollout, ...], Scores, LearnerLogProb
     if scores is None or "learner/old" not in data:
         raise ValueError(f"{path}: its samples were not scored yet")
     ends = data["samples/offsets"][1:-1]
-    reference = data.get("learner/reference")
-    log_probs = LearnerLogProbs(
-        old=tuple(np.split(data["learner/old"], ends)),
-        reference=None if reference is None else tuple(np.split(reference, ends)),
-    )
-    return rollouts, scores, log_probs
+
+    def rows(name: str) -> tuple[NDArray[np.float32], ...] | None:
+        flat = data.get(f"learner/{name}")
+        return None if flat is None else tuple(np.split(flat, ends))
+
+    old = rows("old")
+    assert old is not None
+    return rollouts, scores, Readings(old=old, reference=rows("reference"), values=rows("values"))
 
 
 def _read(path: Path) -> dict[str, Any]:

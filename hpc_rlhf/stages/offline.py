@@ -18,6 +18,7 @@ from hpc_rlhf.learner import reference
 from hpc_rlhf.learner.objectives import BradleyTerry, DirectPreference, Objective, Supervised
 from hpc_rlhf.learner.runner import Runner
 from hpc_rlhf.learner.trainer import Trainer
+from hpc_rlhf.models.heads import initial_score_weight
 from hpc_rlhf.models.megatron import export_hf, freeze
 from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.observe.startup import CHECKPOINT, DATA, GROUPS, LOAD, publish_report
@@ -31,7 +32,7 @@ from hpc_rlhf.stages.world import (
     checkpoint_manager,
     join,
     load_model,
-    pin_reference,
+    pin_frozen,
     save_points,
     walltime_guard,
 )
@@ -94,13 +95,20 @@ def _build(
     control.from_coordinator(lambda: pin_data(run, hashes))
     if config.stage is Stage.DPO:
         path = Path(config.model.reference or config.model.path)
-        model = pin_reference(path, run, control)
+        model = pin_frozen({"reference": path}, run, control)["reference"]
         data = _with_reference(config, model, data, world, points)
 
     timeline.part(LOAD)
     source = Path(config.model.path)
     trainer = Trainer(
-        load_model(config, source, config.learner.recompute, score=is_reward_model),
+        load_model(
+            config,
+            source,
+            config.learner.recompute,
+            lm=not is_reward_model,
+            score=is_reward_model,
+            new_head=partial(initial_score_weight, seed=config.run.seed),
+        ),
         config.learner,
         total_steps=config.run.steps,
     )

@@ -1,20 +1,25 @@
 """The online stage: what a learner rank does."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.signals import DEFAULT_SIGNALS, StopFlag
 from hpc_rlhf.cluster.world import World
-from hpc_rlhf.config import Config, Recompute
-from hpc_rlhf.data.chat import eos_token_ids, load_tokenizer
+from hpc_rlhf.config import Config, CriticKind, Recompute, RewardName
+from hpc_rlhf.data.chat import eos_token_ids, load_tokenizer, same_tokens
 from hpc_rlhf.data.prompts import PromptDataset
 from hpc_rlhf.errors import ExitCode
 from hpc_rlhf.launch.job_plan import JobPlan
-from hpc_rlhf.learner.algorithms import make_algorithm
+from hpc_rlhf.learner.actor_critic import ActorCritic
+from hpc_rlhf.learner.algorithms import Algorithm, make_algorithm
 from hpc_rlhf.learner.kl_control import KlController
+from hpc_rlhf.learner.runner import Runner
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.loop import train
+from hpc_rlhf.models.heads import zero_score_weight
 from hpc_rlhf.models.megatron import freeze
 from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.observe.startup import CHECKPOINT, DATA, DIGESTS, GROUPS, LOAD, SAMPLERS, WARM_UP
@@ -23,6 +28,8 @@ from hpc_rlhf.online_run import Coordinator, OnlineRun
 from hpc_rlhf.rollout.sampler import SamplerPool
 from hpc_rlhf.run_dir import Attempt, RunDir
 from hpc_rlhf.runs import pin_data
+from hpc_rlhf.scoring.reward_model import ChatTranslation, RewardModelScorer
+from hpc_rlhf.scoring.scorer import Scorer, VerifierScorer
 from hpc_rlhf.scoring.verifiers import make_verifier
 from hpc_rlhf.stages.warmup import warm_up
 from hpc_rlhf.stages.world import (
@@ -30,7 +37,7 @@ from hpc_rlhf.stages.world import (
     checkpoint_manager,
     join,
     load_model,
-    pin_reference,
+    pin_frozen,
     save_points,
     walltime_guard,
 )
@@ -68,31 +75,30 @@ def _build(
     timeline: Timeline,
 ) -> OnlineRun:
     """Model, optimizer, data and clients, with the newest checkpoint loaded."""
-    learner, run, control = config.learner, plan.run, world.control
+    run, control = plan.run, world.control
     timeline.part(DATA)
     tokenizer = load_tokenizer(Path(config.model.path)) if world.rank == 0 else None
     timeline.part(WARM_UP)
     source = warm_up(config, run, control, tokenizer)
 
-    algorithm = make_algorithm(config.algorithm, max_new_tokens=config.sampling.max_new_tokens)
-    reference_path = Path(config.model.reference or source) if algorithm.needs_reference else None
-    if reference_path is not None:
+    algorithm = make_algorithm(
+        config.algorithm, config.critic, max_new_tokens=config.sampling.max_new_tokens
+    )
+    frozen_models: dict[str, Path] = {}
+    if algorithm.needs_reference:
+        frozen_models["reference"] = Path(config.model.reference or source)
+    if config.reward.model is not None:
+        frozen_models["reward"] = Path(config.reward.model)
+    if frozen_models:
         timeline.part(DIGESTS)
-        pin_reference(reference_path, run, control)
+        pin_frozen(frozen_models, run, control)
 
     timeline.part(LOAD)
-    model = load_model(config, source, learner.recompute)
+    trainer = _actor_critic(config, algorithm, source)
     reference = None
-    if reference_path is not None:
-        reference = freeze(load_model(config, reference_path, Recompute.NONE))
-    trainer = Trainer(
-        model,
-        learner,
-        total_steps=config.run.steps * algorithm.epochs * algorithm.mini_batches,
-        temperature=config.sampling.temperature,
-        max_new_tokens=config.sampling.max_new_tokens,
-        seed=config.run.seed,
-    )
+    if algorithm.needs_reference:
+        reference = freeze(load_model(config, frozen_models["reference"], Recompute.NONE))
+    scorer = _scorer(config, trainer.policy.runner, control, tokenizer)
     coordinator = None
     if tokenizer is not None:
         timeline.part(DATA)
@@ -106,8 +112,11 @@ def _build(
         algorithm=algorithm,
         kl=KlController.of(config.algorithm.kl),
         off_policy=config.algorithm.off_policy,
+        critic_warmup_steps=config.critic.warmup_steps if algorithm.critic else 0,
+        max_skipped_steps=config.algorithm.max_skipped_steps,
         trainer=trainer,
         reference=reference,
+        scorer=scorer,
         transport=CollectiveTransport(
             config.sync,
             control,
@@ -130,6 +139,73 @@ def _build(
         timeline.part(SAMPLERS)
         coordinator.pool.wait_until_ready()
     return online
+
+
+def _actor_critic(config: Config, algorithm: Algorithm, source: Path) -> ActorCritic:
+    """The policy and, as configured, its critic, with optimizers."""
+    learner, critic = config.learner, config.critic
+    is_shared = algorithm.critic is not None and critic.kind is CriticKind.SHARED
+    is_separate = algorithm.critic is not None and critic.kind is CriticKind.SEPARATE
+    per_step = algorithm.epochs * algorithm.mini_batches
+    # On a shared trunk the critic's first steps are the policy's optimizer's, too.
+    waits = critic.warmup_steps if is_separate else 0
+    policy = Trainer(
+        load_model(config, source, learner.recompute, score=is_shared, new_head=zero_score_weight),
+        learner,
+        total_steps=(config.run.steps - waits) * per_step,
+        temperature=config.sampling.temperature,
+    )
+    own = None
+    if is_separate:
+        model = load_model(
+            config,
+            Path(critic.path or source),
+            learner.recompute,
+            lm=False,
+            score=True,
+            new_head=zero_score_weight,
+        )
+        own = Trainer(
+            model,
+            replace(learner, optimizer=critic.optimizer),
+            total_steps=config.run.steps * per_step,
+            name="critic",
+        )
+    return ActorCritic(
+        policy, own, max_new_tokens=config.sampling.max_new_tokens, seed=config.run.seed
+    )
+
+
+def _scorer(
+    config: Config,
+    runner: Runner,
+    control: ControlGroup,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> Scorer:
+    """What rewards the rollouts; ``tokenizer`` is the coordinator's."""
+    reward = config.reward
+    if reward.name is not RewardName.MODEL:
+        pool = make_verifier(reward, tokenizer) if tokenizer is not None else None
+        return VerifierScorer(pool, control)
+    assert reward.model is not None
+    directory = Path(reward.model)
+    translation = None
+    if tokenizer is not None:
+        other = load_tokenizer(directory)
+        if not same_tokens(tokenizer, other):
+            translation = ChatTranslation(
+                tokenizer, other, eos_token_ids(other, directory), config.data
+            )
+    model = load_model(config, directory, Recompute.NONE, lm=False, score=True)
+    return RewardModelScorer(
+        freeze(model),
+        runner,
+        control,
+        max_tokens=min(model.spec.max_positions, config.learner.micro_batch_tokens),
+        max_failure_fraction=reward.max_failure_fraction,
+        translates=control.broadcast(translation is not None),
+        translation=translation,
+    )
 
 
 def _coordinate(
@@ -157,7 +233,6 @@ def _coordinate(
     return Coordinator(
         dataset=dataset,
         pool=pool,
-        verifiers=make_verifier(config.reward, tokenizer),
         metrics=MetricsWriter(run),
         walltime=walltime_guard(run, attempt),
     )

@@ -1,9 +1,11 @@
 """What every learner rank does first, whatever its stage: it joins the others, and identifies and loads models."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
@@ -62,32 +64,46 @@ def join(config: Config, attempt: Attempt, world: World) -> LearnerWorld:
 
 
 def load_model(
-    config: Config, directory: Path, recompute: Recompute, *, score: bool = False
+    config: Config,
+    directory: Path,
+    recompute: Recompute,
+    *,
+    lm: bool = True,
+    score: bool = False,
+    new_head: Callable[[int], torch.Tensor] | None = None,
 ) -> PolicyModel:
-    """The model of a Hugging Face directory, with the language-model head or with a score head.
+    """The model of a Hugging Face directory, under these heads.
 
-    A score head that the directory does not have is drawn from the run's seed.
+    Args:
+        lm: with the language-model head.
+        score: with a score head.
+        new_head: makes the weight of a score head that the directory does not have.
     """
     spec = HfModelSpec.from_directory(directory)
     model = build_model(
-        spec.with_heads(lm=not score, score=score),
+        spec.with_heads(lm=lm, score=score),
         config.learner.parallel,
         dtype=device.resolve_dtype(config.model.dtype),
         recompute=recompute,
     )
-    load_hf(model, directory, head_seed=config.run.seed if score else None)
+    load_hf(model, directory, new_head=new_head)
     return model
 
 
-def pin_reference(directory: Path, run: RunDir, control: ControlGroup) -> FrozenRef:
-    """Identify the reference model, by the digests of its files, before it is loaded. Collective.
+def pin_frozen(
+    directories: Mapping[str, Path], run: RunDir, control: ControlGroup
+) -> dict[str, FrozenRef]:
+    """Identify a run's frozen models, role -> directory, by digests before they are loaded. Collective.
 
     Raises:
-        UserError: it is not the one that the run began with; on every rank.
+        UserError: one is not what the run began with; on every rank.
     """
-    model = frozen.digest_model_together("reference", directory, control)
-    control.from_coordinator(lambda: pin_models(run, [model]))
-    return model
+    models = {
+        role: frozen.digest_model_together(role, directory, control)
+        for role, directory in directories.items()
+    }
+    control.from_coordinator(lambda: pin_models(run, list(models.values())))
+    return models
 
 
 def checkpoint_manager(

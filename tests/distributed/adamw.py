@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from hpc_rlhf.config import AlgorithmConfig, KlConfig, LossMean, OptimizerConfig, Schedule
+from hpc_rlhf.learner.actor_critic import mini_batch_plan
 from hpc_rlhf.learner.algorithms import Algorithm, make_algorithm
-from hpc_rlhf.learner.trainer import mini_batch_plan
 from hpc_rlhf.types import Experience
 from tests.distributed.learner_fixtures import CLIP, KL_COEF, hf_loss, hf_model
 

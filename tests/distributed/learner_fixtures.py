@@ -1,6 +1,6 @@
 """What the learner's tests share: an experience, and its loss in plain torch on Hugging Face."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from megatron.core.distributed import finalize_model_grads
 from transformers import AutoModelForCausalLM
 
 from hpc_rlhf.config import LearnerConfig, LossMean, OptimizerConfig, ParallelConfig, Recompute
+from hpc_rlhf.learner.actor_critic import ActorCritic
+from hpc_rlhf.learner.algorithms import Algorithm
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.hf_layout import HfModelSpec
 from hpc_rlhf.models.megatron import (
@@ -140,15 +142,18 @@ def make_trainer(
     dtype: torch.dtype = torch.float32,
     recompute: Recompute = Recompute.NONE,
     total_steps: int = 100,
+    lm: bool = True,
+    score: bool = False,
+    name: str = "",
 ) -> Trainer:
     """A trainer on this rank, with the weights of ``directory``; makes Megatron's groups if need be."""
     if not torch.distributed.is_initialized():
         raise RuntimeError("call it inside run_ranks")
     if not parallel_state.model_parallel_is_initialized():
         initialize_model_parallel(parallel, seed=1, timeout_s=60)
-    spec = HfModelSpec.from_directory(directory)
+    spec = HfModelSpec.from_directory(directory).with_heads(lm=lm, score=score)
     model = build_model(spec, parallel, dtype=dtype, recompute=recompute)
-    load_hf(model, directory)
+    load_hf(model, directory, new_head=score_weight)
     return Trainer(
         model,
         LearnerConfig(
@@ -160,8 +165,14 @@ def make_trainer(
         ),
         total_steps=total_steps,
         temperature=TEMPERATURE,
-        max_new_tokens=MAX_NEW_TOKENS,
+        name=name,
     )
+
+
+def score_weight(hidden_size: int) -> torch.Tensor:
+    """Weight [1, H] of a score head that is not there: values of a few tenths."""
+    generator = torch.Generator().manual_seed(7)
+    return 0.05 * torch.randn(1, hidden_size, generator=generator)
 
 
 def keep_whole_gradients(trainer: Trainer) -> None:
@@ -173,11 +184,30 @@ def keep_whole_gradients(trainer: Trainer) -> None:
     trainer.model.config.finalize_model_grads_func = finalize
 
 
+def update(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    batch: Experience,
+    *,
+    critic: Trainer | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """One update of a policy, and of a critic of its own."""
+    learner = ActorCritic(trainer, critic, max_new_tokens=MAX_NEW_TOKENS)
+    return learner.update(algorithm, batch, **options)
+
+
+def log_probs(trainer: Trainer, rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...]:
+    found = trainer.read(rollouts).log_probs
+    assert found is not None
+    return found
+
+
 def whole_tensors(
     model: PolicyModel, of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda p: p
 ) -> dict[str, torch.Tensor]:
     """This stage's tensors under their Hugging Face names; copies. Collective over TP."""
-    return {name: tensor.clone() for name, tensor in hf_tensors(model, of)}
+    return {name: tensor.clone() for name, tensor in hf_tensors(model, of, value_head=True)}
 
 
 def _ids(rng: np.random.Generator, n: int) -> np.ndarray:

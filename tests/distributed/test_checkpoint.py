@@ -24,11 +24,18 @@ from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.cluster.rendezvous import wait_for
 from hpc_rlhf.config import AlgorithmConfig, KlConfig, OptimizerConfig, ParallelConfig, Schedule
 from hpc_rlhf.errors import ComponentError, WaitTimeout
+from hpc_rlhf.learner.actor_critic import UnfinishedUpdate, UpdateStopped
 from hpc_rlhf.learner.algorithms import make_algorithm
-from hpc_rlhf.learner.trainer import Trainer, UnfinishedUpdate, UpdateStopped
+from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Experience
-from tests.distributed.learner_fixtures import bits_of, experience, make_trainer, whole_tensors
+from tests.distributed.learner_fixtures import (
+    bits_of,
+    experience,
+    make_trainer,
+    update,
+    whole_tensors,
+)
 from tests.distributed.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -57,7 +64,7 @@ def _learn(trainer: Trainer, batch: Experience, updates: int) -> list[dict[str, 
     algorithm = make_algorithm(
         AlgorithmConfig(kl=KlConfig(coef=0.05), epochs=1, mini_batches=2)  # two steps an update
     )
-    return [trainer.update(algorithm, batch) for _ in range(updates)]
+    return [update(trainer, algorithm, batch) for _ in range(updates)]
 
 
 def _draws() -> list[Any]:
@@ -142,14 +149,14 @@ def test_update_that_is_stopped_between_its_steps_is_gone_on_with(
 
     def uninterrupted() -> tuple[Any, ...]:
         trainer = _trainer(directory, ParallelConfig())
-        return [trainer.update(algorithm, batch) for _ in range(3)], bits_of(trainer)
+        return [update(trainer, algorithm, batch) for _ in range(3)], bits_of(trainer)
 
     def stopped() -> dict[str, float]:
         trainer = _trainer(directory, ParallelConfig())
-        first = trainer.update(algorithm, batch)
+        first = update(trainer, algorithm, batch)
         asked = iter(range(1, stop_after + 1))
         with pytest.raises(UpdateStopped) as raised:
-            trainer.update(algorithm, batch, stop=lambda: next(asked) == stop_after)
+            update(trainer, algorithm, batch, stop=lambda: next(asked) == stop_after)
         assert trainer.num_steps == 6 + stop_after
         state = {"update": raised.value.unfinished.to_json()}
         CheckpointManager(RunDir(tmp_path), keep=1).save(point, trainer, state)
@@ -159,8 +166,8 @@ def test_update_that_is_stopped_between_its_steps_is_gone_on_with(
         trainer = _trainer(directory, ParallelConfig())
         state = CheckpointManager(RunDir(tmp_path), keep=1).load(point, trainer)
         unfinished = UnfinishedUpdate.from_json(state["update"])
-        rest = trainer.update(algorithm, batch, unfinished=unfinished)
-        return [rest, trainer.update(algorithm, batch)], bits_of(trainer)
+        rest = update(trainer, algorithm, batch, unfinished=unfinished)
+        return [rest, update(trainer, algorithm, batch)], bits_of(trainer)
 
     straight = run_ranks(uninterrupted, 2)
     firsts = run_ranks(stopped, 2)

@@ -33,8 +33,10 @@ from tests.distributed.learner_fixtures import (
     hf_loss,
     hf_model,
     keep_whole_gradients,
+    log_probs,
     make_trainer,
     rollouts,
+    update,
     whole_tensors,
 )
 from tests.distributed.ranks import run_ranks
@@ -163,7 +165,7 @@ def _measure(
     cases += [("token", 48), ("constant", 48), ("gspo", 48), ("corrected", 48)]
     for case, micro_batch_tokens in cases:
         trainer.runner.micro_batch_tokens = micro_batch_tokens
-        stats = trainer.update(make_algorithm(CASES[case][0]), reference.experience)
+        stats = update(trainer, make_algorithm(CASES[case][0]), reference.experience)
         gradients = whole_tensors(trainer.model, lambda p: p.main_grad)
         yield case, stats, _relative_error(gradients, reference.gradients[case])
 
@@ -174,7 +176,7 @@ def test_recomputation_does_not_change_the_gradient(reference: Reference) -> Non
             reference.directory, ParallelConfig(tensor=2), optimizer=NO_STEP, recompute=recompute
         )
         keep_whole_gradients(trainer)
-        trainer.update(make_algorithm(CASES["token"][0]), reference.experience)
+        update(trainer, make_algorithm(CASES["token"][0]), reference.experience)
         gradients = whole_tensors(trainer.model, lambda p: p.main_grad)
         return _relative_error(gradients, reference.gradients["token"])
 
@@ -189,7 +191,7 @@ def test_log_probs_sweep(reference: Reference, parallel: ParallelConfig, dp: int
 
     def sweep() -> tuple[Any, ...]:
         trainer = make_trainer(reference.directory, parallel)
-        return trainer.log_probs(samples), trainer.log_probs(samples[:1], model=trainer.model)
+        return log_probs(trainer, samples), log_probs(trainer, samples[:1])
 
     for found, (first,) in run_ranks(sweep, parallel.tensor * parallel.pipeline * dp):
         assert len(found) == len(samples)

@@ -30,7 +30,9 @@ from tests.distributed.learner_fixtures import (
     TEMPERATURE,
     experience,
     hf_model,
+    log_probs,
     make_trainer,
+    update,
     whole_tensors,
 )
 from tests.distributed.ranks import run_ranks
@@ -62,7 +64,7 @@ def test_steps_are_those_of_adamw(tiny_models: dict[str, Path], batch: Experienc
 
     def learn(parallel: ParallelConfig) -> tuple[dict[str, float], dict[str, torch.Tensor], int]:
         trainer = make_trainer(directory, parallel, optimizer=ADAM, total_steps=TOTAL_STEPS)
-        stats = trainer.update(grpo(), batch)
+        stats = update(trainer, grpo(), batch)
         return stats, whole_tensors(trainer.model), trainer.num_steps
 
     for parallel, dp in [
@@ -92,7 +94,7 @@ def test_a_loss_that_is_not_finite_names_the_sample_and_changes_nothing(
         trainer = make_trainer(tiny_models["qwen2-tied"], ParallelConfig(tensor=2))
         before = whole_tensors(trainer.model)
         with pytest.raises(ComponentError) as raised:
-            trainer.update(_algorithm(), broken)
+            update(trainer, _algorithm(), broken)
         after = whole_tensors(trainer.model)
         return str(raised.value), all(torch.equal(after[n], before[n]) for n in before)
 
@@ -109,7 +111,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(
         weight = trainer.model.decoder.final_layernorm.weight
         weight.register_hook(lambda gradient: gradient * math.inf)
         with pytest.raises(ComponentError) as raised:
-            trainer.update(_algorithm(), batch)
+            update(trainer, _algorithm(), batch)
         assert trainer.num_steps == 0
         return str(raised.value)
 
@@ -135,19 +137,19 @@ def test_nothing_to_learn_is_an_error_and_empty_completions_are_not(
 
     def learn() -> dict[str, float]:
         trainer = make_trainer(tiny_models["qwen2-tied"], ParallelConfig())
-        log_probs = trainer.log_probs(rollouts)
-        assert [len(lp) for lp in log_probs] == [len(r.completion.token_ids) for r in rollouts]
+        swept = log_probs(trainer, rollouts)
+        assert [len(lp) for lp in swept] == [len(r.completion.token_ids) for r in rollouts]
         partly = Experience(
             rollouts=tuple(rollouts),
             rewards=batch.rewards,
-            old_logprobs=log_probs,
+            old_logprobs=swept,
             ref_logprobs=None,
         )
-        stats = trainer.update(_algorithm(), dataclasses.replace(partly, ref_logprobs=log_probs))
+        stats = update(trainer, _algorithm(), dataclasses.replace(partly, ref_logprobs=swept))
         with pytest.raises(ComponentError, match="no rollouts"):
-            trainer.update(_algorithm(), select(batch, np.zeros(0, np.int64)))
+            update(trainer, _algorithm(), select(batch, np.zeros(0, np.int64)))
         with pytest.raises(ValueError, match="needs reference log-probs"):
-            trainer.update(_algorithm(), partly)
+            update(trainer, _algorithm(), partly)
         with pytest.raises(ComponentError, match="none of the sequences has a token"):
             _sft_step(trainer, [(np.array([1, 2]), np.array([True, False]))])
         return stats
@@ -243,16 +245,16 @@ def test_bfloat16_steps_accumulate_in_float32_master_weights(
             optimizer=OptimizerConfig(lr=1e-7),
             dtype=torch.bfloat16,
         )
-        swept = zip(trainer.log_probs(batch.rollouts), reference, strict=True)
+        swept = zip(log_probs(trainer, batch.rollouts), reference, strict=True)
         gap = max(float(np.abs(a - b).max()) for a, b in swept)
         weights, before = whole_tensors(trainer.model), masters(trainer)
-        stats = trainer.update(_algorithm(), batch)
+        stats = update(trainer, _algorithm(), batch)
         assert next(trainer.model.parameters()).dtype == torch.bfloat16
         weights_moved = moved(whole_tensors(trainer.model), weights)
         return stats, gap, weights_moved, moved(masters(trainer), before)
 
     def sweep() -> Any:
-        return make_trainer(directory, ParallelConfig()).log_probs(batch.rollouts)
+        return log_probs(make_trainer(directory, ParallelConfig()), batch.rollouts)
 
     (reference,) = run_ranks(sweep, 1)
     for stats, gap, weights_moved, masters_moved in run_ranks(learn, 4):
@@ -270,7 +272,7 @@ def test_trainers_follow_each_other_in_one_process(
 
     def alone() -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         trainer = make_trainer(directory, ParallelConfig(), optimizer=ADAM)
-        return trainer.update(_algorithm(), batch), whole_tensors(trainer.model)
+        return update(trainer, _algorithm(), batch), whole_tensors(trainer.model)
 
     def after_another() -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         first = make_trainer(directory, ParallelConfig(), optimizer=OptimizerConfig(lr=1e-2))
@@ -286,7 +288,7 @@ def test_trainers_follow_each_other_in_one_process(
             total_steps=100,
             temperature=TEMPERATURE,
         )
-        return second.update(_algorithm(), batch), whole_tensors(model)
+        return update(second, _algorithm(), batch), whole_tensors(model)
 
     ((stats, weights),) = run_ranks(alone, 1)
     ((stats_after, weights_after),) = run_ranks(after_another, 1)

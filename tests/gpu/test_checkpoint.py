@@ -18,7 +18,7 @@ from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Experience
 from tests.distributed.adamw import ADAM, grpo
-from tests.distributed.learner_fixtures import bits_of, experience, make_trainer
+from tests.distributed.learner_fixtures import bits_of, experience, make_trainer, update
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def draws() -> list[Any]:
 
 
 def learn(trainer: Trainer, batch: Experience) -> list[dict[str, float]]:
-    return [trainer.update(grpo(), batch) for _ in range(2)]
+    return [update(trainer, grpo(), batch) for _ in range(2)]
 
 
 @pytest.mark.usefixtures("deterministic")

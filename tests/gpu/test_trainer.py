@@ -16,7 +16,9 @@ from tests.distributed.learner_fixtures import (
     experience,
     hf_log_probs,
     hf_model,
+    log_probs,
     make_trainer,
+    update,
     whole_tensors,
 )
 
@@ -37,7 +39,7 @@ def test_float32_steps_are_those_of_adamw_on_the_cpu(
     directory = tiny_models["qwen2-tied"]
     expected = adamw_steps(directory, batch)
     trainer = make_trainer(directory, ParallelConfig(), optimizer=ADAM, total_steps=TOTAL_STEPS)
-    stats = trainer.update(grpo(), batch)
+    stats = update(trainer, grpo(), batch)
     weights = whole_tensors(trainer.model)
     trainer.close()
     assert stats["lr"] == pytest.approx(learning_rate(3))
@@ -60,7 +62,7 @@ def test_log_probs_are_those_of_hugging_face_on_the_cpu(
     assert TEMPERATURE != 1.0
     for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 0.15)):
         trainer = make_trainer(directory, ParallelConfig(), dtype=dtype)
-        found = trainer.log_probs(batch.rollouts)
+        found = log_probs(trainer, batch.rollouts)
         trainer.close()
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
@@ -79,7 +81,7 @@ def test_bf16_statistics_are_near_those_of_float32(
             total_steps=TOTAL_STEPS,
             dtype=dtype,
         )
-        found[dtype] = trainer.update(grpo(), batch)
+        found[dtype] = update(trainer, grpo(), batch)
         trainer.close()
     exact, half = found[torch.float32], found[torch.bfloat16]
     assert half["lr"] == exact["lr"]

@@ -17,9 +17,9 @@ from hpc_rlhf.config import (
     OffPolicyConfig,
     Ratio,
 )
+from hpc_rlhf.learner.actor_critic import lesson_items
 from hpc_rlhf.learner.algorithms import Outputs, make_algorithm
 from hpc_rlhf.learner.packing import pack
-from hpc_rlhf.learner.trainer import lesson_items
 from hpc_rlhf.types import Completion, Experience, Prompt, Rollout
 
 LENGTHS = [5, 2, 7, 1, 4, 3]

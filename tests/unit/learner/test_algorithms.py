@@ -23,10 +23,10 @@ from hpc_rlhf.config import (
     Proximal,
     Ratio,
 )
+from hpc_rlhf.learner.actor_critic import lesson_items
 from hpc_rlhf.learner.algorithms import Algorithm, Outputs, make_algorithm
 from hpc_rlhf.learner.objectives import Supervised
 from hpc_rlhf.learner.packing import completion_item, pack
-from hpc_rlhf.learner.trainer import lesson_items
 from hpc_rlhf.types import Completion, Experience, Prompt, Rollout, VersionSpan
 
 

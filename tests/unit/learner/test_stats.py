@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hpc_rlhf.learner.actor_critic import mini_batch_plan
 from hpc_rlhf.learner.stats import StepStats, merge, sequence_kl
-from hpc_rlhf.learner.trainer import mini_batch_plan
 from tests.unit.learner.experiences import experience_of
 
 

@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpc_rlhf.rollout.store import LearnerLogProbs, read_scored, read_step, write_step
-from hpc_rlhf.types import Completion, Prompt, Rollout, Scores, VersionSpan
+from hpc_rlhf.rollout.store import read_scored, read_step, write_step
+from hpc_rlhf.types import Completion, Prompt, Readings, Rollout, Scores, VersionSpan
 from tests.hdf5_holder import held_open
 
 
@@ -78,22 +78,24 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_round_trip_of_what_the_learner_adds(tmp_path: Path, with_reference: bool) -> None:
     rollouts = tuple(make_rollouts())
     rng = np.random.default_rng(1)
-    old, reference = (
+    old, reference, values = (
         tuple(-rng.random(len(r.completion.token_ids), dtype=np.float32) for r in rollouts)
-        for _ in range(2)
+        for _ in range(3)
     )
-    log_probs = LearnerLogProbs(old=old, reference=reference if with_reference else None)
+    readings = Readings(old=old, reference=reference if with_reference else None, values=values)
     scores = Scores(rewards=np.arange(len(rollouts), dtype=np.float32))
     path = tmp_path / "step_12.h5"
-    write_step(path, rollouts, scores, log_probs)
-    read, read_scores, read_log_probs = read_scored(path)
+    write_step(path, rollouts, scores, readings)
+    read, read_scores, read_readings = read_scored(path)
     for a, b in zip(read, rollouts, strict=True):
         assert_equal(a, b)
     assert_equal(read_scores, scores)
-    for a, b in zip(read_log_probs.old, old, strict=True):
+    for a, b in zip(read_readings.old, old, strict=True):
         assert_equal(a, b)
-    assert (read_log_probs.reference is None) != with_reference
-    for a, b in zip(read_log_probs.reference or (), reference, strict=with_reference):
+    for a, b in zip(read_readings.values or (), values, strict=True):
+        assert_equal(a, b)
+    assert (read_readings.reference is None) != with_reference
+    for a, b in zip(read_readings.reference or (), reference, strict=with_reference):
         assert_equal(a, b)
 
     write_step(path, rollouts, scores)

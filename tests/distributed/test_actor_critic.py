@@ -1,0 +1,333 @@
+"""PPO with a critic on the policy's trunk, and with one of its own.
+
+The reference is plain torch on Hugging Face's model in fp32, one unpadded sequence at a time: token
+rewards, advantages, whitening and both losses are written from the papers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_rlhf.checkpoint.manager import CheckpointManager
+from hpc_rlhf.checkpoint.save_point import SavePoint
+from hpc_rlhf.config import (
+    AlgorithmConfig,
+    AlgorithmName,
+    CriticConfig,
+    CriticKind,
+    KlConfig,
+    KlEstimator,
+    KlPlacement,
+    LossMean,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from hpc_rlhf.learner.actor_critic import ActorCritic, UnfinishedUpdate, UpdateStopped
+from hpc_rlhf.learner.algorithms import Algorithm, make_algorithm
+from hpc_rlhf.run_dir import RunDir
+from hpc_rlhf.types import Experience
+from tests.distributed.learner_fixtures import (
+    CLIP,
+    MAX_NEW_TOKENS,
+    experience,
+    hf_log_probs,
+    hf_model,
+    keep_whole_gradients,
+    make_trainer,
+    score_weight,
+    whole_tensors,
+)
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+KL, GAMMA, LAM, COEF, VALUE_CLIP = 0.05, 0.95, 0.9, 0.3, 0.2
+NO_STEP = OptimizerConfig(lr=0.0, clip_grad=0.0)
+ADAM = OptimizerConfig(lr=1e-3, eps=1e-5)
+# tokens of a micro-batch, and the multiple it is padded to: one sequence each, some, all, one padded
+CUTS = ((20, 1), (48, 1), (4096, 1), (32, 32))
+
+
+def _algorithm(kind: CriticKind, **options: Any) -> Algorithm:
+    return make_algorithm(
+        AlgorithmConfig(
+            name=AlgorithmName.PPO,
+            clip_low=CLIP[0],
+            clip_high=CLIP[1],
+            loss_mean=LossMean.TOKEN,
+            gamma=GAMMA,
+            lam=LAM,
+            kl=KlConfig(coef=KL, placement=KlPlacement.REWARD, estimator=KlEstimator.K1),
+            **options,
+        ),
+        CriticConfig(kind=kind, coef=COEF, clip=VALUE_CLIP),
+    )
+
+
+def _learner(
+    directory: Path, parallel: ParallelConfig, kind: CriticKind, adam: OptimizerConfig
+) -> ActorCritic:
+    shared = kind is CriticKind.SHARED
+    policy = make_trainer(directory, parallel, optimizer=adam, score=shared)
+    critic = None
+    if not shared:
+        critic = make_trainer(
+            directory, parallel, optimizer=adam, lm=False, score=True, name="critic"
+        )
+    return ActorCritic(policy, critic, max_new_tokens=MAX_NEW_TOKENS)
+
+
+# -- one gradient, whatever the layout ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reference:
+    directory: Path
+    experience: Experience
+    values: list[torch.Tensor]  # of the critic, either kind: the trunks are the same
+    losses: dict[str, float]
+    gradients: dict[str, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_models: dict[str, Path]) -> Reference:
+    directory = tiny_models["qwen3"]
+    model = hf_model(directory)
+    head = score_weight(model.config.hidden_size).requires_grad_()
+    batch = experience(directory)
+    rng = np.random.default_rng(9)
+    with torch.no_grad():
+        values = [_values(model, head, r) for r in batch.rollouts]
+    old = tuple((v.numpy() + 0.3 * rng.standard_normal(len(v))).astype(np.float32) for v in values)
+    batch = replace(batch, values=old)
+    policy_loss, value_loss = _losses(model, head, batch)
+    losses = {
+        "policy": policy_loss,
+        "critic": value_loss,
+        "shared": policy_loss + COEF * value_loss,
+    }
+    gradients = {}
+    for name, loss in losses.items():
+        model.zero_grad()
+        head.grad = None
+        loss.backward(retain_graph=True)
+        gradients[name] = {
+            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+        }
+        if head.grad is not None:
+            gradients[name]["score.weight"] = head.grad.clone()
+    return Reference(
+        directory=directory,
+        experience=batch,
+        values=values,
+        losses={name: loss.item() for name, loss in losses.items()},
+        gradients=gradients,
+    )
+
+
+def _values(model: Any, head: torch.Tensor, rollout: Any) -> torch.Tensor:
+    """Values of the states that the completion's tokens were sampled in, [T]."""
+    ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
+    hidden = model.model(ids[None]).last_hidden_state[0]
+    return (hidden @ head[0])[len(rollout.prompt.token_ids) - 1 : -1]
+
+
+def _losses(model: Any, head: torch.Tensor, batch: Experience) -> tuple[torch.Tensor, torch.Tensor]:
+    assert batch.ref_logprobs is not None
+    assert batch.values is not None
+    advantages, returns = [], []
+    for i in range(len(batch.rollouts)):
+        rewards = [-KL * float(o - r) for o, r in zip(batch.old_logprobs[i], batch.ref_logprobs[i])]
+        rewards[-1] += float(batch.rewards[i])
+        v = [*map(float, batch.values[i]), 0.0]
+        deltas = [r + GAMMA * v[t + 1] - v[t] for t, r in enumerate(rewards)]
+        mine = [
+            sum((GAMMA * LAM) ** (s - t) * deltas[s] for s in range(t, len(deltas)))
+            for t in range(len(deltas))
+        ]
+        advantages.append(torch.tensor(mine, dtype=torch.float64))
+        returns.append(advantages[-1] + torch.tensor(v[:-1], dtype=torch.float64))
+    every = torch.cat(advantages)
+    policy, critic = [], []
+    for i, rollout in enumerate(batch.rollouts):
+        a = ((advantages[i] - every.mean()) / every.std(correction=0)).float()
+        ratio = (hf_log_probs(model, rollout)[0] - torch.from_numpy(batch.old_logprobs[i])).exp()
+        clipped = ratio.clamp(1 - CLIP[0], 1 + CLIP[1])
+        policy.append(-torch.minimum(ratio * a, clipped * a))
+        values, old = _values(model, head, rollout), torch.from_numpy(batch.values[i])
+        near = torch.clamp(values, old - VALUE_CLIP, old + VALUE_CLIP)
+        errors = torch.stack([(v - returns[i].float()) ** 2 for v in (values, near)])
+        critic.append(0.5 * errors.amax(0))
+    return torch.cat(policy).mean(), torch.cat(critic).mean()
+
+
+LAYOUTS = [
+    pytest.param(ParallelConfig(tensor=tp, pipeline=pp, sequence=sp), dp, id=f"{tp}x{pp}x{dp}{s}")
+    for tp, pp, dp, sp, s in [
+        (1, 1, 1, False, ""),
+        (2, 1, 1, False, ""),
+        (1, 2, 1, False, ""),
+        (2, 2, 1, False, ""),
+        (1, 1, 2, False, ""),
+        (2, 1, 2, False, ""),
+        (1, 2, 2, False, ""),
+        (2, 2, 2, True, "-sequence"),
+    ]
+]
+
+
+@pytest.mark.parametrize(("parallel", "dp"), LAYOUTS)
+def test_gradient_does_not_depend_on_the_layout(
+    reference: Reference, parallel: ParallelConfig, dp: int
+) -> None:
+    def measure() -> list[Any]:
+        return list(_measure(reference, parallel))
+
+    ranks = run_ranks(measure, parallel.tensor * parallel.pipeline * dp)
+    for rank, measured in enumerate(ranks):
+        for case, loss, error in measured:
+            assert error <= 1e-5, (rank, case)
+            assert loss == pytest.approx(reference.losses[case], rel=1e-5, abs=1e-6), case
+    with_head = {case for measured in ranks for case, _, _ in measured}
+    assert with_head == set(reference.losses)
+
+
+def _measure(reference: Reference, parallel: ParallelConfig) -> Iterator[tuple[str, float, float]]:
+    for kind in CriticKind:
+        learner = _learner(reference.directory, parallel, kind, NO_STEP)
+        readings = learner.read(reference.experience.rollouts, None)
+        assert readings.values is not None
+        for found, expected in zip(readings.values, reference.values, strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-5, rtol=0)
+        trainers = [t for t in (learner.policy, learner.critic) if t is not None]
+        for trainer in trainers:
+            keep_whole_gradients(trainer)
+        for tokens, multiple in CUTS:
+            for trainer in trainers:
+                trainer.runner.micro_batch_tokens = tokens
+                trainer.runner.pad_multiple = max(multiple, trainer.runner.pad_multiple)
+            stats = learner.update(_algorithm(kind), reference.experience)
+            if kind is CriticKind.SHARED:
+                yield _compare(reference, "shared", stats["loss"], learner.policy)
+                continue
+            assert learner.critic is not None
+            yield _compare(reference, "policy", stats["loss"], learner.policy)
+            yield _compare(reference, "critic", stats["critic/loss"], learner.critic)
+
+
+def _compare(
+    reference: Reference, case: str, loss: float, trainer: Any
+) -> tuple[str, float, float]:
+    found = whole_tensors(trainer.model, lambda p: p.main_grad)
+    expected = reference.gradients[case]
+    errors = [((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in found]
+    return case, loss, max(errors)
+
+
+# -- learning and resuming ---------------------------------------------------------------------------
+
+
+def _scored(learner: ActorCritic, batch: Experience) -> Experience:
+    """The rollouts of ``batch`` as the learner reads them now."""
+    readings = learner.read(batch.rollouts, None)
+    return replace(batch, old_logprobs=readings.old, values=readings.values)
+
+
+def _bits(learner: ActorCritic) -> dict[str, bytes]:
+    """Weights, master weights and moments of this rank's part of all models."""
+    bits = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{name}/{key}", inner)
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                walk(f"{name}/{index}", inner)
+        elif isinstance(getattr(value, "data", None), torch.Tensor):
+            bits[name] = value.data.detach().float().numpy().tobytes()
+
+    walk("", learner.sharded_state_dict(is_loading=False))
+    return bits
+
+
+@pytest.mark.parametrize("kind", list(CriticKind))
+@pytest.mark.parametrize(
+    ("parallel", "dp"), [(ParallelConfig(tensor=2), 1), (ParallelConfig(pipeline=2), 1)]
+)
+def test_resuming_is_bitwise_exact(
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+    kind: CriticKind,
+    parallel: ParallelConfig,
+    dp: int,
+) -> None:
+    """Saved behind the critic's first steps, and within an update; both go on as if nothing was."""
+    directory = tiny_models["llama"]
+    batch = experience(directory)
+    algorithm = _algorithm(kind, epochs=2, mini_batches=2)
+    world = parallel.tensor * parallel.pipeline * dp
+
+    def uninterrupted() -> Any:
+        learner = _learner(directory, parallel, kind, ADAM)
+        before = whole_tensors(learner.model)
+        warm = learner.update(algorithm, _scored(learner, batch), critic_only=True)
+        after = whole_tensors(learner.model)
+        trunk_stays = all(torch.equal(after[n], before[n]) for n in before if n != "score.weight")
+        manager = CheckpointManager(RunDir(tmp_path), keep=0)
+        manager.save(SavePoint(1), learner, {})
+        scored = _scored(learner, batch)
+        return warm, trunk_stays, learner.update(algorithm, scored), _bits(learner)
+
+    def resumed_and_stopped() -> Any:
+        learner = _learner(directory, parallel, kind, ADAM)
+        manager = CheckpointManager(RunDir(tmp_path), keep=0)
+        manager.load(SavePoint(1), learner)
+        scored = _scored(learner, batch)
+        asked = iter(range(9))
+        with pytest.raises(UpdateStopped) as raised:
+            learner.update(algorithm, scored, stop=lambda: next(asked) == 1)
+        manager.save(SavePoint(1, 2), learner, {"update": raised.value.unfinished.to_json()})
+        return scored
+
+    def resumed_again() -> Any:
+        learner = _learner(directory, parallel, kind, ADAM)
+        state = CheckpointManager(RunDir(tmp_path), keep=0).load(SavePoint(1, 2), learner)
+        unfinished = UnfinishedUpdate.from_json(state["update"])
+        return learner.update(algorithm, scored, unfinished=unfinished), _bits(learner)
+
+    expected = run_ranks(uninterrupted, world)
+    (scored, *_) = run_ranks(resumed_and_stopped, world)
+    for (warm, trunk_stays, stats, bits), found in zip(
+        expected, run_ranks(resumed_again, world), strict=True
+    ):
+        assert found == (stats, bits)
+        assert trunk_stays, "a critic's first steps change the policy"
+        assert warm["value_loss"] > stats["value_loss"]
+        assert "policy_loss" not in warm
+        assert ("critic/lr" in stats) == (kind is CriticKind.SEPARATE)
+
+
+@pytest.mark.parametrize("kind", list(CriticKind))
+def test_the_critic_learns_to_predict_returns(
+    tiny_models: dict[str, Path], kind: CriticKind
+) -> None:
+    directory = tiny_models["llama"]
+    batch = experience(directory)
+
+    def learn() -> list[float]:
+        learner = _learner(directory, ParallelConfig(), kind, replace(ADAM, lr=3e-3))
+        algorithm = _algorithm(kind, epochs=4)
+        return [
+            learner.update(algorithm, _scored(learner, batch))["explained_variance"]
+            for _ in range(8)
+        ]
+
+    ((first, *_, last),) = run_ranks(learn, 1)
+    assert first < 0.1
+    assert last > 0.3
