@@ -28,6 +28,8 @@ _PATHS = (
     ("run", "root"),
     ("model", "path"),
     ("model", "reference"),
+    ("critic", "path"),
+    ("reward", "model"),
     ("data", "prompts"),
     ("data", "train"),
     ("data", "eval"),

@@ -16,6 +16,7 @@ import numpy as np
 
 from hpc_rlhf.checkpoint.manager import CheckpointManager
 from hpc_rlhf.checkpoint.save_point import BEGINNING, SavePoint
+from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.stopping import SavePoints, StopRequested
 from hpc_rlhf.cluster.walltime import WalltimeGuard
@@ -27,6 +28,7 @@ from hpc_rlhf.learner import off_policy
 from hpc_rlhf.learner.actor_critic import ActorCritic, UnfinishedUpdate, UpdateStopped
 from hpc_rlhf.learner.algorithms import Algorithm
 from hpc_rlhf.learner.kl_control import KlController
+from hpc_rlhf.learner.memory import of_model
 from hpc_rlhf.learner.stats import sequence_kl
 from hpc_rlhf.models.megatron import PolicyModel, export_hf
 from hpc_rlhf.observe.metrics import MetricsWriter
@@ -355,7 +357,7 @@ class OnlineRun:
         if (cost := self.checkpoints.take_cost()) is not None:
             self.stats |= cost.as_metrics()
         self._end_startup()
-        record: dict[str, Any] = {**self.stats, **times.as_metrics()}
+        record: dict[str, Any] = {**self.stats, **times.as_metrics(), **self._memory()}
         # what is not begun late in the walltime
         record["time/optimizer_step"] = times.seconds[Phase.TRAIN] / max(1, self.optimizer_steps)
         self.coordinator.metrics.write(self.completed, self.attempt, record)
@@ -377,6 +379,16 @@ class OnlineRun:
             attempt = self.directory.attempt(self.attempt)
             samplers = {str(endpoint.replica): endpoint.startup for endpoint in endpoints}
             self.stats |= publish_report(attempt, self.startup, samplers).as_metrics()
+
+    def _memory(self) -> dict[str, float]:
+        """What this rank holds of each model, and the most that its device held in this attempt."""
+        reference = of_model(self.reference).as_metrics("reference") if self.reference else {}
+        return {
+            **self.trainer.memory(),
+            **reference,
+            **self.scorer.memory(),
+            "memory/peak_bytes": float(device.peak_memory_bytes()),
+        }
 
     def complete(self) -> None:
         """Export the policy as a Hugging Face directory and mark the run complete."""

@@ -7,7 +7,10 @@ from hpc_rlhf.rollout.store import read_step
 from tests.e2e_driver import Command
 
 # What depends on the clock, or counts what was done again.
-NOT_COMPARED = ("time", "attempt", "startup/", "trainer/", "sync/", "rollout/", "checkpoint/")
+NOT_COMPARED = (
+    *("time", "attempt", "startup/", "trainer/", "sync/", "rollout/", "checkpoint/"),
+    "memory/",
+)
 
 
 def compared_metrics(command: Command) -> list[dict[str, Any]]:

@@ -93,6 +93,11 @@ class ActorCritic:
         """Mini-batches learned from; a critic of its own learns from every one."""
         return (self.critic or self.policy).num_steps
 
+    def memory(self) -> dict[str, float]:
+        """Bytes that this rank holds of policy and critic, as metrics."""
+        found = self.policy.memory().as_metrics("policy")
+        return found | (self.critic.memory().as_metrics("critic") if self.critic else {})
+
     def read(self, rollouts: Sequence[Rollout], reference: PolicyModel | None) -> Readings:
         """Sweep the rollouts with the policy, the reference and the critic.
 

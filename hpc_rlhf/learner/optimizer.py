@@ -1,6 +1,6 @@
 """Megatron's distributed Adam (ZeRO-1) with gradient clipping and a schedule by optimizer steps."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -163,6 +163,12 @@ class PolicyOptimizer:
     def num_steps(self) -> int:
         """Steps taken."""
         return self._scheduler.num_steps
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """This rank's master weights and moments."""
+        for parameter, state in self._optimizer.optimizer.state.items():
+            yield parameter
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def gradient_norm(self) -> float:
         """Global L2 norm of the reduced gradients, before clipping; the same on every rank."""

@@ -53,6 +53,11 @@ class Runner:
         self.speaks = self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
         self.source = _index_of_first(self.speaks and self.dp_rank == 0)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest item."""
+        return self.micro_batch_tokens // self.pad_multiple * self.pad_multiple
+
     def pack(self, items: Sequence[PackItem]) -> tuple[list[MicroBatch], int]:
         """This data-parallel rank's micro-batches, and the padded tokens of all ranks.
 

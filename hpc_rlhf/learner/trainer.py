@@ -26,6 +26,7 @@ from torch import Tensor
 from hpc_rlhf.config import LearnerConfig
 from hpc_rlhf.errors import ComponentError
 from hpc_rlhf.learner.algorithms import Loss, Outputs
+from hpc_rlhf.learner.memory import MemoryUse, resident_bytes
 from hpc_rlhf.learner.objectives import Objective
 from hpc_rlhf.learner.optimizer import PolicyOptimizer
 from hpc_rlhf.learner.packing import WEIGHT, MicroBatch, PackItem, completion_item
@@ -284,6 +285,17 @@ class Trainer:
             {name.removeprefix(self._prefix): value for name, value in model_state.items()}
         )
         self._optimizer.load_state_dict(state["optimizer"])
+
+    def memory(self) -> MemoryUse:
+        """What this rank holds of the model and its training, measured."""
+        parameters = list(self.model.parameters())
+        buffers = [buffer for buffer in self._ddp.buffers if buffer.grad_data is not None]
+        held = [*parameters, *(b.param_data for b in buffers if b.param_data is not None)]
+        return MemoryUse(
+            parameters=resident_bytes(held),
+            gradients=resident_bytes(buffer.grad_data for buffer in buffers),
+            optimizer=resident_bytes(self._optimizer.tensors(), without=held),
+        )
 
     def close(self) -> None:
         """Free gradients and optimizer state. The model keeps its weights, and is not trainable."""

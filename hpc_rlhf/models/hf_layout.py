@@ -64,6 +64,9 @@ class HfModelSpec:
     source: str = ""  # the file it was read from, for messages
     lm_head: bool = True
     score_head: bool = False
+    is_classifier: bool = (
+        False  # whether the directory's model is one, whatever heads are asked for
+    )
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> "HfModelSpec":
@@ -115,6 +118,10 @@ class HfModelSpec:
                 tied_embeddings=bool(config.get("tie_word_embeddings", False)),
                 rope=_rope_spec(config, source),
                 source=source,
+                is_classifier=any(
+                    name.endswith("ForSequenceClassification")
+                    for name in config.get("architectures") or ()
+                ),
             )
         except KeyError as error:
             raise UserError(f"{source}: key {error} is missing") from None

@@ -9,23 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpc_rlhf.config import (
-    AlgorithmName,
-    Config,
-    DataConfig,
-    ImportanceWeight,
-    OffPolicyConfig,
-    PromptFormat,
-    Proximal,
-    RewardName,
-    Stage,
-)
+from hpc_rlhf.config import Config, DataConfig, PromptFormat, RewardName, Stage
 from hpc_rlhf.data.chat import check_chat_template, check_special_tokens, load_tokenizer
 from hpc_rlhf.data.prompts import DROP, ERROR, PromptDataset
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch.job_plan import plan_job
 from hpc_rlhf.models.hf_layout import SCORE_WEIGHT, HfModelSpec
-from hpc_rlhf.planner import offline
+from hpc_rlhf.planner import algorithm, offline
 from hpc_rlhf.planner.bounds import check_bounds
 from hpc_rlhf.planner.weights import check_weights
 from hpc_rlhf.runs import open_examples
@@ -50,7 +40,7 @@ def check_settings(config: Config) -> None:
     if config.stage.is_offline:
         offline.check_settings(config)
         return
-    _check_algorithm(config)
+    algorithm.check_settings(config)
     _check_engine(config)
     if config.reward.name is RewardName.EXACT and config.data.answer_field is None:
         raise UserError(
@@ -59,7 +49,7 @@ def check_settings(config: Config) -> None:
     if config.reward.name is RewardName.PYTHON:
         # Imported where training will: in a verifier process, and not in this one.
         check_reward(config.reward)
-    else:
+    elif config.reward.name is not RewardName.MODEL:
         make_rule(config.reward.name.value, config.reward.pattern, None)
 
 
@@ -103,6 +93,7 @@ def check(config: Config) -> None:
             f"{directory}: the tokenizer makes token {largest} of {config.data.prompts}, but the "
             f"model's vocabulary has {spec.vocab_size} ({spec.source}); is it another model's?"
         )
+    algorithm.check_models(config, spec, tokenizer)
     if config.warmup.steps:
         assert config.warmup.demonstrations is not None
         open_examples(config, config.warmup.demonstrations, tokenizer)
@@ -176,60 +167,6 @@ def _check_layout(config: Config) -> None:
         raise UserError(
             f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.max_sequence_tokens={room}"
-        )
-
-
-def _check_algorithm(config: Config) -> None:
-    algorithm = config.algorithm
-    compares = algorithm.name in (AlgorithmName.GRPO, AlgorithmName.RLOO)
-    if (compares or algorithm.group_baseline) and config.sampling.samples_per_prompt < 2:
-        raise UserError(
-            f"sampling.samples_per_prompt={config.sampling.samples_per_prompt}: "
-            f"{algorithm.name} compares the samples of a prompt, so it needs at least 2"
-        )
-    if algorithm.group_baseline and algorithm.name is not AlgorithmName.REINFORCE_PLUS_PLUS:
-        raise UserError(
-            f"algorithm.group_baseline=true: of algorithm.name={AlgorithmName.REINFORCE_PLUS_PLUS} "
-            f"only, {algorithm.name} has a baseline of its own"
-        )
-    _check_kl(config)
-    _check_off_policy(algorithm.off_policy)
-
-
-def _check_kl(config: Config) -> None:
-    kl = config.algorithm.kl
-    if kl.target is not None and kl.coef == 0:
-        raise UserError(
-            "algorithm.kl.target: an adaptive coefficient is multiplied, so that "
-            "algorithm.kl.coef=0 stays 0; give it a coefficient to start from"
-        )
-    if config.model.reference is not None:
-        reference = Path(config.model.reference)
-        if not reference.is_dir():
-            raise UserError(f"model.reference={reference}: no such directory")
-        if kl.coef == 0:
-            raise UserError("model.reference is given, but algorithm.kl.coef=0 holds no reference")
-
-
-def _check_off_policy(off_policy: OffPolicyConfig) -> None:
-    if off_policy.proximal is Proximal.SAMPLER and off_policy.weight is not ImportanceWeight.NONE:
-        raise UserError(
-            f"algorithm.off_policy.weight={off_policy.weight}: with proximal=sampler the ratio "
-            "itself is against the sampler, and a weight would count it twice; use weight=none or "
-            "proximal=learner"
-        )
-    for name in ("token_bounds", "sequence_bounds", "geometric_bounds"):
-        bounds = getattr(off_policy, name)
-        if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] < 1 < bounds[1]):
-            raise UserError(
-                f"algorithm.off_policy.{name}={bounds}: expected [low, high] of the ratio learner / "
-                "sampler, with low in [0, 1) and high above 1, the ratio of samples of the "
-                "learner's own policy"
-            )
-    if off_policy.stop_kl is not None and not off_policy.stop_kl >= off_policy.warn_kl:
-        raise UserError(
-            f"algorithm.off_policy.stop_kl={off_policy.stop_kl}: must be at least warn_kl="
-            f"{off_policy.warn_kl}"
         )
 
 

@@ -13,6 +13,7 @@ from hpc_rlhf.data.dialogues import ASSISTANT, Dialogue
 from hpc_rlhf.data.prompts import read_prompt
 from hpc_rlhf.data.rendering import RenderingError, render, tokenize
 from hpc_rlhf.errors import ComponentError
+from hpc_rlhf.learner.memory import of_model
 from hpc_rlhf.learner.packing import scored_item
 from hpc_rlhf.learner.runner import Runner
 from hpc_rlhf.models.megatron import PolicyModel
@@ -47,7 +48,6 @@ class RewardModelScorer:
         max_tokens: int,
         max_failure_fraction: float,
         translation: Translation | None = None,
-        translates: bool = False,
     ) -> None:
         """Args:
         model: frozen, with a score head and no other.
@@ -55,7 +55,6 @@ class RewardModelScorer:
         max_tokens: of a sequence that the model can read; a longer one is not scored.
         max_failure_fraction: of a batch, above which the attempt ends.
         translation: on the coordinator, where the tokenizers differ.
-        translates: whether they differ, on every rank.
         """
         self._model = model
         self._runner = runner
@@ -63,7 +62,7 @@ class RewardModelScorer:
         self._max_tokens = max_tokens
         self._max_failure_fraction = max_failure_fraction
         self._translation = translation
-        self._translates = translates
+        self._translates = control.broadcast(translation is not None)
 
     def start(self, rollouts: Sequence[Rollout]) -> Scoring:
         return _Sweep(self, rollouts)
@@ -97,6 +96,9 @@ class RewardModelScorer:
                 f"one of them: {next(iter(excluded.values()))}"
             )
         return Scores(rewards=rewards, excluded=excluded)
+
+    def memory(self) -> dict[str, float]:
+        return of_model(self._model).as_metrics("reward")
 
     def close(self) -> None:
         """Nothing to end."""

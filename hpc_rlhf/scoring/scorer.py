@@ -37,6 +37,10 @@ class Scorer(Protocol):
         """Begin to score ``rollouts``, the same on every rank. Collective over the learner."""
         ...
 
+    def memory(self) -> dict[str, float]:
+        """Bytes that it holds on this rank's device, as metrics; none if it is elsewhere."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -54,6 +58,9 @@ class VerifierScorer:
     def start(self, rollouts: Sequence[Rollout]) -> Scoring:
         future = self._thread.submit(self._pool.score, rollouts) if self._pool else None
         return _Verifying(future, self._control)
+
+    def memory(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

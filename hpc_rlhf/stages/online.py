@@ -201,9 +201,8 @@ def _scorer(
         freeze(model),
         runner,
         control,
-        max_tokens=min(model.spec.max_positions, config.learner.micro_batch_tokens),
+        max_tokens=min(model.spec.max_positions, runner.capacity),
         max_failure_fraction=reward.max_failure_fraction,
-        translates=control.broadcast(translation is not None),
         translation=translation,
     )
 

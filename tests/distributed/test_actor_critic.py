@@ -70,15 +70,18 @@ def _algorithm(kind: CriticKind, **options: Any) -> Algorithm:
 
 
 def _learner(
-    directory: Path, parallel: ParallelConfig, kind: CriticKind, adam: OptimizerConfig
+    directory: Path,
+    parallel: ParallelConfig,
+    kind: CriticKind,
+    adam: OptimizerConfig,
+    **options: Any,
 ) -> ActorCritic:
     shared = kind is CriticKind.SHARED
-    policy = make_trainer(directory, parallel, optimizer=adam, score=shared)
+    options |= {"optimizer": adam}
+    policy = make_trainer(directory, parallel, score=shared, **options)
     critic = None
     if not shared:
-        critic = make_trainer(
-            directory, parallel, optimizer=adam, lm=False, score=True, name="critic"
-        )
+        critic = make_trainer(directory, parallel, lm=False, score=True, name="critic", **options)
     return ActorCritic(policy, critic, max_new_tokens=MAX_NEW_TOKENS)
 
 
@@ -331,3 +334,38 @@ def test_the_critic_learns_to_predict_returns(
     ((first, *_, last),) = run_ranks(learn, 1)
     assert first < 0.1
     assert last > 0.3
+
+
+def test_what_a_critic_of_its_own_costs(tiny_models: dict[str, Path]) -> None:
+    """16 bytes a parameter in mixed precision; a value head on the trunk next to nothing.
+
+    bfloat16 weights, float32 gradients, master weights and two moments, the last three sharded over
+    two data-parallel ranks.
+    """
+
+    def measure() -> list[dict[str, int]]:
+        found = []
+        for kind in CriticKind:
+            learner = _learner(
+                tiny_models["llama"], ParallelConfig(), kind, ADAM, dtype=torch.bfloat16
+            )
+            trainers = [t for t in (learner.policy, learner.critic) if t is not None]
+            uses = [trainer.memory() for trainer in trainers]
+            numbers = [sum(p.numel() for p in t.model.parameters()) for t in trainers]
+            found.append(
+                {
+                    "parameters": sum(numbers),
+                    "weights": sum(use.parameters for use in uses),
+                    "gradients": sum(use.gradients for use in uses),
+                    "optimizer": sum(use.optimizer for use in uses),
+                }
+            )
+        return found
+
+    for shared, separate in run_ranks(measure, 2):
+        for use in (shared, separate):
+            n = use["parameters"]
+            assert use["weights"] == pytest.approx(2 * n, rel=0.02)  # buffers are padded
+            assert use["gradients"] == pytest.approx(4 * n, rel=0.02)
+            assert use["optimizer"] == pytest.approx(12 * n / 2, rel=0.02)
+        assert separate["parameters"] > 1.6 * shared["parameters"]

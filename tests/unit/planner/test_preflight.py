@@ -18,6 +18,7 @@ from hpc_rlhf.compose import compose
 from hpc_rlhf.config import (
     AlgorithmName,
     Config,
+    CriticKind,
     ImportanceWeight,
     PromptFormat,
     Proximal,
@@ -74,6 +75,8 @@ def test_a_bigger_data_set_is_checked_in_seconds(good: Config, tmp_path: Path) -
     preflight.check(_changed(good, {"data.prompts": str(path)}))
     assert time.process_time() - began < 20
 
+
+PPO: dict[str, Any] = {"algorithm.name": AlgorithmName.PPO}
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"run.name": "a/b"}, "run.name='a/b': expected a plain directory name"),
@@ -133,6 +136,33 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"algorithm.off_policy.sequence_bounds": [0.5]}, "off_policy.sequence_bounds=[0.5]"),
     ({"algorithm.off_policy.geometric_bounds": [1.1, 1.2]}, "geometric_bounds=[1.1, 1.2]"),
+    ({"critic.warmup_steps": 2}, "critic.warmup_steps: algorithm.name=grpo has no critic"),
+    ({"critic.path": "/nowhere"}, "critic.path: algorithm.name=grpo has no critic"),
+    ({**PPO, "critic.path": "/nowhere"}, "critic.path: with critic.kind=shared the critic is"),
+    (
+        {**PPO, "critic.kind": CriticKind.SEPARATE, "critic.path": "/nowhere"},
+        "critic.path=/nowhere: no such directory",
+    ),
+    (
+        {**PPO, "critic.kind": CriticKind.SEPARATE, "critic.optimizer.lr": 0.0},
+        "critic.optimizer.lr=0.0: must be greater than 0",
+    ),
+    ({**PPO, "critic.coef": 0.0}, "critic.coef=0.0: must be greater than 0: with 0 a shared"),
+    ({**PPO, "critic.clip": -0.1}, "critic.clip=-0.1: must not be negative"),
+    ({**PPO, "critic.warmup_steps": 40}, "of run.steps=40 none would be left for the policy"),
+    (
+        {**PPO, "critic.warmup_steps": 2, "learner.optimizer.weight_decay": 0.1},
+        "learner.optimizer.weight_decay=0.1 would decay the policy while only its critic learns",
+    ),
+    ({**PPO, "algorithm.gamma": 1.5}, "algorithm.gamma=1.5: must be greater than 0 and at most 1"),
+    ({**PPO, "algorithm.lam": -0.1}, "algorithm.lam=-0.1: must be at least 0 and at most 1"),
+    ({"algorithm.max_skipped_steps": -1}, "algorithm.max_skipped_steps=-1: must not be negative"),
+    ({"reward.name": RewardName.MODEL}, "reward.name=model needs reward.model"),
+    (
+        {"reward.name": RewardName.MODEL, "reward.model": "/nowhere"},
+        "reward.model=/nowhere: no such directory",
+    ),
+    ({"reward.model": "/nowhere"}, "are of reward.name=model, and it is exact"),
     ({"algorithm.off_policy.stop_kl": 0.01}, "stop_kl=0.01: must be at least warn_kl=0.1"),
     ({"sampling.temperature": 0.0}, "sampling.temperature=0.0: must be greater than 0"),
     ({"sampling.top_p": 1.5}, "sampling.top_p=1.5: must be greater than 0 and at most 1"),
@@ -332,6 +362,47 @@ def test_the_reference(good: Config, tmp_path: Path) -> None:
     assert "a vocabulary of 300, but the policy's has 264" in _refused(preflight.check, config)
     config = _changed(config, {"algorithm.kl.coef": 0.0})
     assert "algorithm.kl.coef=0 holds no reference" in _refused(preflight.check_settings, config)
+
+
+def _as_classifier(directory: Path) -> Path:
+    """Make a tiny model's config.json that of a reward model."""
+    path = directory / "config.json"
+    entries = json.loads(path.read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    path.write_text(json.dumps(entries))
+    return directory
+
+
+def test_the_reward_model(good: Config, tmp_path: Path) -> None:
+    def asks(directory: Path, **changes: Any) -> Config:
+        reward = {"reward.name": RewardName.MODEL, "reward.model": str(directory)}
+        return _changed(good, reward | changes)
+
+    language_model = make_tiny_model(tmp_path / "language_model")
+    assert "a language model (" in _refused(preflight.check, asks(language_model))
+    preflight.check(asks(_as_classifier(language_model)))
+
+    short = _as_classifier(make_tiny_model(tmp_path / "short", max_positions=16))
+    refused = _refused(preflight.check, asks(short))
+    assert "reward.model: a context of 16 tokens" in refused
+    assert "fewer than model.max_sequence_tokens=32" in refused
+
+    other = _as_classifier(make_tiny_model(tmp_path / "other"))
+    path = other / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "{{ messages }}"}))
+    assert "set reward.retokenize=true" in _refused(preflight.check, asks(other))
+    preflight.check(asks(other, **{"reward.retokenize": True}))
+
+
+def test_the_critics_model(good: Config, tmp_path: Path) -> None:
+    def asks(directory: Path) -> Config:
+        critic = {"critic.kind": CriticKind.SEPARATE, "critic.path": str(directory)}
+        return _changed(good, PPO | critic)
+
+    preflight.check(asks(make_tiny_model(tmp_path / "good", hidden=128)))
+    other = make_tiny_model(tmp_path / "other", vocab_size=300)
+    assert "a vocabulary of 300, but the policy's has 264" in _refused(preflight.check, asks(other))
+    odd = make_tiny_model(tmp_path / "odd", heads=3, head_dim=32)
+    assert "learner.parallel.tensor=2" in _refused(preflight.check, asks(odd))
 
 
 @pytest.mark.parametrize(
