@@ -263,6 +263,9 @@ class AlgorithmConfig:
     loss_mean: LossMean = LossMean.SEQUENCE
     epochs: int = 1  # passes over one batch of rollouts
     mini_batches: int = 1  # optimizer steps per pass
+    resampling_rounds: int = (
+        0  # DAPO: rounds in which groups of equal rewards are replaced by others
+    )
     max_skipped_steps: int = 10  # of a run, whose loss or gradient is not finite; one more ends it
     entropy_coef: float = 0.0  # of the entropy bonus
     gamma: float = 1.0  # PPO: discount of a token

@@ -21,10 +21,14 @@ def train(run: OnlineRun, timeline: Timeline) -> ExitCode:
     timeline.finish(0)
     try:
         for step in run.remaining():
-            with timeline.phase(step, Phase.ROLLOUT):
-                rollouts = run.collect(step)
+            batch = run.begin(step)
+            while batch.wanted:  # more than once with dynamic sampling
+                with timeline.phase(step, Phase.ROLLOUT):
+                    batch = run.collect(batch)
+                with timeline.phase(step, Phase.SCORE):
+                    batch = run.score(batch)
             with timeline.phase(step, Phase.SCORE):
-                experience = run.score(rollouts)
+                experience = run.experience(batch)
             with timeline.phase(step, Phase.TRAIN):
                 run.update(experience)
             with timeline.phase(step, Phase.SYNC):

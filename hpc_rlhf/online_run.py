@@ -36,11 +36,12 @@ from hpc_rlhf.observe.notices import tell
 from hpc_rlhf.observe.startup import StartUp, publish_report
 from hpc_rlhf.observe.timeline import StepTimes
 from hpc_rlhf.rollout import spill, store
-from hpc_rlhf.rollout.sampler import Done, Joined, SampleRequest, SamplerPool
+from hpc_rlhf.rollout.batch import StepBatch, sample_requests
+from hpc_rlhf.rollout.sampler import Done, Joined, SamplerPool
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.scoring.scorer import Scorer
 from hpc_rlhf.sync.collective import CollectiveTransport
-from hpc_rlhf.types import Experience, Phase, Prompt, Readings, Rollout, Scores, sample_seed
+from hpc_rlhf.types import Experience, Phase, Readings, Rollout, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class OnlineRun:
     off_policy: OffPolicyConfig
     critic_warmup_steps: int  # first steps, in which only the critic learns
     max_skipped_steps: int  # mini-batches of the run whose loss is not finite
+    sampling_rounds: int  # of a step; more than one: dynamic sampling
     trainer: ActorCritic
     reference: PolicyModel | None
     scorer: Scorer
@@ -101,6 +103,7 @@ class OnlineRun:
     next_cursor: PromptCursor | None = None  # behind the one under way
     stats: dict[str, float] = field(default_factory=dict)  # of the step under way
     skipped: int = 0  # mini-batches whose loss or gradient was not finite
+    readings: Readings | None = None  # of the samples of the step under way
     mid_step: MidStep | None = None
     optimizer_steps: int = 0  # of the step under way, by this attempt
     saved: SavePoint = BEGINNING
@@ -164,37 +167,55 @@ class OnlineRun:
             **{f"sync/{part}_seconds": seconds for part, seconds in sync.seconds.items()},
         }
 
-    def collect(self, step: int) -> tuple[Rollout, ...]:
-        """Sample the step's batch under the current weights, what an earlier attempt left included.
+    def begin(self, step: int) -> StepBatch:
+        """The batch of ``step``, nothing of it sampled; whole if the step was left in its middle.
 
         Raises:
-            StopRequested: finished and unfinished samples are on disk.
+            StopRequested: nothing was sampled.
         """
         if self.save_points.stop_before():
             raise StopRequested
         if self.mid_step is not None:
             self._end_startup(time.time())
-            return self.mid_step.experience.rollouts
-        self.stats = {}
-        rest = cursor = None
+            return StepBatch(step=step, prompts=0)
+        self.stats, self.next_cursor = {}, self.cursor
+        return StepBatch(
+            step=step, prompts=self.config.prompts_per_step, max_rounds=self.sampling_rounds
+        )
+
+    def collect(self, batch: StepBatch) -> StepBatch:
+        """Sample a round under the current weights, what an earlier attempt left of it included.
+
+        Raises:
+            StopRequested: finished and unfinished samples of the step are on disk.
+        """
+        self._stop_with(batch)
+        rest = None
         if self.coordinator is not None:
-            prompts, cursor = self.coordinator.dataset.batch(
-                self.cursor, self.config.prompts_per_step, self.config.seed
+            assert self.next_cursor is not None
+            prompts, self.next_cursor = self.coordinator.dataset.batch(
+                self.next_cursor, batch.wanted, self.config.seed
             )
             requests = sample_requests(
-                prompts, self.sampling.samples_per_prompt, self.config.seed, step
+                prompts,
+                self.sampling.samples_per_prompt,
+                self.config.seed,
+                batch.step,
+                before=batch.rollouts,
             )
             rest = spill.remainder(
                 requests,
-                spill.read(self.directory, step),
+                spill.read(self.directory, batch.step),
                 version=self.completed,
                 again=self.config.deterministic,
             )
             self.coordinator.pool.begin(rest.requests, self.completed)
-            self.stats = {
-                "rollout/kept_tokens": rest.kept_tokens,
-                "rollout/dropped_tokens": rest.dropped_tokens,
-            }
+            self._count(
+                {
+                    "rollout/kept_tokens": rest.kept_tokens,
+                    "rollout/dropped_tokens": rest.dropped_tokens,
+                }
+            )
         while True:
             event = self.coordinator.pool.wait_event(TICK_S) if self.coordinator else None
             event = self.control.broadcast(event)
@@ -202,22 +223,28 @@ class OnlineRun:
             if isinstance(event, Done):
                 break
             if self.save_points.stop_before():
-                self._leave(rest)
+                self._leave(batch, rest)
             if isinstance(event, Joined):  # a replica was started again: weights before any work
                 self.transport.publish(self.trainer.model, self.completed)
-        rollouts = None
+        rollouts: tuple[Rollout, ...] = ()
         if rest is not None:
             sampled = {rollout.key: rollout for rollout in event.rollouts}
             both = {**rest.finished, **sampled}
             rollouts = tuple(both[request.key] for request in requests)
-        rollouts, self.next_cursor = self.control.broadcast((rollouts, cursor))
-        self.stats |= event.stats.as_metrics()
+        rollouts, self.next_cursor = self.control.broadcast((rollouts, self.next_cursor))
+        self._count(event.stats.as_metrics())
         if not event.rollouts:  # an earlier attempt had sampled them all
             self._end_startup(time.time())
-        assert rollouts is not None
-        return rollouts
+        return batch.sampled(rollouts)
 
-    def _leave(self, rest: spill.Remainder | None) -> NoReturn:
+    def _count(self, found: dict[str, float]) -> None:
+        """Add a round's numbers to those of the rounds before."""
+        self.stats |= {name: self.stats.get(name, 0) + value for name, value in found.items()}
+        if "rollout/tokens" in found:
+            speed = self.stats["rollout/tokens"] / self.stats["rollout/seconds"]
+            self.stats["rollout/tokens_per_second"] = speed
+
+    def _leave(self, batch: StepBatch, rest: spill.Remainder | None) -> NoReturn:
         """Abort what is being sampled and put everything on disk."""
         if self.coordinator is not None and rest is not None:
             found = self.coordinator.pool.interrupt(INTERRUPT_TIMEOUT_S)
@@ -232,32 +259,48 @@ class OnlineRun:
                 for request in found.unstarted
                 if request.prefix is not None
             ]
-            spill.write(
-                self.directory,
-                [*rest.finished.values(), *found.finished, *found.partial, *waiting],
-            )
+            rollouts = [
+                *batch.rollouts,
+                *rest.finished.values(),
+                *found.finished,
+                *found.partial,
+                *waiting,
+            ]
+            spill.write(self.directory, batch.step, rollouts)
         raise StopRequested
 
-    def score(self, rollouts: tuple[Rollout, ...]) -> Experience:
-        """Reward every rollout, and sweep it with the policy, the reference and the critic.
+    def score(self, batch: StepBatch) -> StepBatch:
+        """Reward a round's samples, while the learner reads them if none will be dropped.
 
         Raises:
-            StopRequested: the samples are on disk.
+            StopRequested: the samples of the step are on disk.
         """
-        if self.mid_step is not None:
-            return self.mid_step.experience
-        self._stop_with(rollouts)
-        scoring = self.scorer.start(rollouts)
-        readings = self.trainer.read(rollouts, self.reference)
+        self._stop_with(batch)
+        scoring = self.scorer.start(batch.fresh)
+        if not batch.is_dynamic:
+            self.readings = self.trainer.read(batch.fresh, self.reference)
         scoring.wait()
         # Before a look at the result: the signal to stop may have gone to what verifiers run, too.
-        self._stop_with(rollouts, Phase.TRAIN, Phase.SYNC)
-        scores = scoring.result()
+        self._stop_with(batch, Phase.TRAIN, Phase.SYNC)
+        return batch.scored(scoring.result())
+
+    def experience(self, batch: StepBatch) -> Experience:
+        """What there is to learn from a whole batch: scored, and read by policy, reference, critic."""
+        if self.mid_step is not None:
+            return self.mid_step.experience
+        assert batch.scores is not None
+        self.stats |= {**rollout_stats(batch.rollouts, batch.scores), **batch.metrics()}
+        kept = batch.whole()
+        if batch.is_dynamic:
+            self.readings = self.trainer.read(kept.rollouts, self.reference)
+        readings, self.readings = self.readings, None
+        assert kept.scores is not None
+        assert readings is not None
         if self.coordinator is not None:
-            store.write_step(self._rollouts(rollouts[0].step), rollouts, scores, readings)
+            path = self._rollouts(batch.step)
+            store.write_step(path, kept.rollouts, kept.scores, readings)
             spill.remove(self.directory)
-        self.stats |= rollout_stats(rollouts, scores)
-        experience = make_experience(rollouts, scores, readings)
+        experience = make_experience(kept.rollouts, kept.scores, readings)
         self._watch_mismatch(experience)
         return experience
 
@@ -277,11 +320,11 @@ class OnlineRun:
             what = off_policy.alarm(mismatch, warn, self.off_policy)
             logger.warning("step %d: %s", self.completed + 1, what)
 
-    def _stop_with(self, rollouts: tuple[Rollout, ...], *before: Phase) -> None:
+    def _stop_with(self, batch: StepBatch, *before: Phase) -> None:
         """If it is time to stop, leave the finished samples of a step to the next attempt."""
         if self.save_points.stop_before(*before):
-            if self.coordinator is not None:
-                spill.write(self.directory, rollouts)
+            if self.coordinator is not None and batch.rollouts:
+                spill.write(self.directory, batch.step, batch.rollouts)
             raise StopRequested
 
     def update(self, experience: Experience) -> None:
@@ -403,31 +446,6 @@ class OnlineRun:
             self.coordinator.close()
         self.scorer.close()
         self.checkpoints.close()
-
-
-def sample_requests(
-    prompts: list[Prompt], samples_per_prompt: int, seed: int, step: int
-) -> list[SampleRequest]:
-    """The requests of one step, each with its own seed.
-
-    A prompt that stands twice in a batch (one that spans two epochs) gets further sample indices,
-    so that no two samples of a step share seed and name; they form one larger group.
-    """
-    seen: dict[str, int] = {}
-    requests = []
-    for prompt in prompts:
-        first = seen.get(prompt.uid, 0)
-        seen[prompt.uid] = first + samples_per_prompt
-        requests += [
-            SampleRequest(
-                prompt=prompt,
-                sample_index=index,
-                step=step,
-                seed=sample_seed(seed, step, prompt.uid, index),
-            )
-            for index in range(first, first + samples_per_prompt)
-        ]
-    return requests
 
 
 def make_experience(

@@ -40,6 +40,11 @@ def check_settings(config: Config) -> None:
             f"algorithm.group_baseline=true: of algorithm.name={AlgorithmName.REINFORCE_PLUS_PLUS} "
             f"only, {algorithm.name} has a baseline of its own"
         )
+    if algorithm.resampling_rounds and not compares:
+        raise UserError(
+            f"algorithm.resampling_rounds={algorithm.resampling_rounds}: with algorithm.name="
+            f"{algorithm.name} samples of equal reward have advantages, too; it is of grpo and rloo"
+        )
     _check_kl(config)
     _check_off_policy(algorithm.off_policy)
     _check_critic(config)

@@ -94,6 +94,7 @@ BOUNDS: Mapping[str, Bound] = {
     "algorithm.gamma": POSITIVE_FRACTION,
     "algorithm.lam": FRACTION,
     "algorithm.max_skipped_steps": NOT_NEGATIVE,
+    "algorithm.resampling_rounds": NOT_NEGATIVE,
     "critic.coef": Bound(0, open_low=True, why="with 0 a shared critic learns nothing"),
     "critic.clip": NOT_NEGATIVE,
     "critic.warmup_steps": NOT_NEGATIVE,

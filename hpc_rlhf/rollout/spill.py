@@ -21,9 +21,13 @@ class Remainder:
     dropped_tokens: int  # of unfinished samples that are sampled again from their seeds
 
 
-def write(run: RunDir, rollouts: Sequence[Rollout]) -> None:
-    """Publish finished and unfinished samples of one step; an unfinished one has reason "abort"."""
-    store.write_step(run.partial_rollout, rollouts, None)
+def write(run: RunDir, step: int, rollouts: Sequence[Rollout]) -> None:
+    """Publish finished and unfinished samples of one step; an unfinished one has reason "abort".
+
+    What an earlier attempt left of the step and this one did not come to stays.
+    """
+    samples = {**read(run, step), **{rollout.key: rollout for rollout in rollouts}}
+    store.write_step(run.partial_rollout, list(samples.values()), None)
 
 
 def read(run: RunDir, step: int) -> dict[_Key, Rollout]:

@@ -114,6 +114,7 @@ def _build(
         off_policy=config.algorithm.off_policy,
         critic_warmup_steps=config.critic.warmup_steps if algorithm.critic else 0,
         max_skipped_steps=config.algorithm.max_skipped_steps,
+        sampling_rounds=1 + config.algorithm.resampling_rounds,
         trainer=trainer,
         reference=reference,
         scorer=scorer,

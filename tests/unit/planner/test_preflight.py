@@ -157,6 +157,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({**PPO, "algorithm.gamma": 1.5}, "algorithm.gamma=1.5: must be greater than 0 and at most 1"),
     ({**PPO, "algorithm.lam": -0.1}, "algorithm.lam=-0.1: must be at least 0 and at most 1"),
     ({"algorithm.max_skipped_steps": -1}, "algorithm.max_skipped_steps=-1: must not be negative"),
+    ({**PPO, "algorithm.resampling_rounds": 1}, "with algorithm.name=ppo samples of equal reward"),
     ({"reward.name": RewardName.MODEL}, "reward.name=model needs reward.model"),
     (
         {"reward.name": RewardName.MODEL, "reward.model": "/nowhere"},

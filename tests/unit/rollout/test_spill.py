@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_finished_samples_are_kept_and_unfinished_ones_continued(run: RunDir) -> None:
-    spill.write(run, LEFT)
+    spill.write(run, 5, LEFT)
     rest = spill.remainder(REQUESTS, spill.read(run, 5), version=VERSION, again=False)
     assert set(rest.finished) == {REQUESTS[0].key}
     assert [r.sample_index for r in rest.requests] == [1, 2, 3]
@@ -59,14 +59,14 @@ def test_finished_samples_are_kept_and_unfinished_ones_continued(run: RunDir) ->
 
 
 def test_unfinished_samples_are_sampled_again_where_the_run_is_deterministic(run: RunDir) -> None:
-    spill.write(run, LEFT)
+    spill.write(run, 5, LEFT)
     rest = spill.remainder(REQUESTS, spill.read(run, 5), version=VERSION, again=True)
     assert rest.requests == tuple(REQUESTS[1:])
     assert (rest.kept_tokens, rest.dropped_tokens) == (3, 2)
 
 
 def test_samples_of_another_step_version_or_seed_are_not_taken_up(run: RunDir) -> None:
-    spill.write(run, LEFT)
+    spill.write(run, 5, LEFT)
     assert spill.read(run, 6) == {}
     left = spill.read(run, 5)
     assert spill.remainder(REQUESTS, left, version=3, again=False).finished == {}
@@ -76,9 +76,20 @@ def test_samples_of_another_step_version_or_seed_are_not_taken_up(run: RunDir) -
     assert rest.requests == tuple(other)
 
 
+def test_what_a_stopped_attempt_did_not_come_to_stays(run: RunDir) -> None:
+    """A step of several rounds: stopped in the second, resumed, and stopped in the first."""
+    spill.write(run, 5, LEFT)
+    spill.write(run, 5, [rollout(1, completion([4, 5, 6], "stop", 101))])
+    left = {r.sample_index: r.completion for r in spill.read(run, 5).values()}
+    assert {i: c.token_ids.tolist() for i, c in left.items()} == {0: [1, 2, 3], 1: [4, 5, 6], 2: []}
+    spill.write(run, 6, [rollout(0, completion([7], "stop", 9), step=6)])
+    assert spill.read(run, 5) == {}
+    assert len(spill.read(run, 6)) == 1
+
+
 def test_nothing_is_left_after_removal(run: RunDir) -> None:
     assert spill.read(run, 5) == {}
-    spill.write(run, LEFT)
+    spill.write(run, 5, LEFT)
     spill.remove(run)
     assert spill.read(run, 5) == {}
     spill.remove(run)
