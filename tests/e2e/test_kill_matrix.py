@@ -28,6 +28,10 @@ OVERRIDES = (
     "warmup.steps=5",
     "sampling.max_new_tokens=16",
     "sampling.temperature=2.0",
+    # two models and two optimizers, an update of several steps, and first only the critic
+    "algorithm=ppo",
+    "critic.kind=separate",
+    "critic.warmup_steps=2",
 )
 
 

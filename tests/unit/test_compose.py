@@ -139,7 +139,7 @@ def test_groups_of_the_users_own(tmp_path: Path) -> None:
         ("run.seeed=1", "did you mean run.seed?"),
         ("+run.seeed=1", "did you mean run.seed?"),
         ("++run.seeed=1", "did you mean run.seed?"),
-        ("lr=1e-5", r"did you mean learner.optimizer.lr or warmup.lr\?"),
+        ("lr=1e-5", r"did you mean learner.optimizer.lr or critic.optimizer.lr or warmup.lr\?"),
         ("+foo=1", "no field and no group of configurations of the name 'foo'"),
         ("experimnt=quickstart", r"did you mean experiment\?"),
         ("+algoritm=rloo", r"did you mean algorithm\?"),

@@ -366,10 +366,13 @@ def test_the_reference(good: Config, tmp_path: Path) -> None:
 
 
 def _as_classifier(directory: Path) -> Path:
-    """Make a tiny model's config.json that of a reward model."""
+    """Make a tiny model a reward model."""
     path = directory / "config.json"
     entries = json.loads(path.read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
     path.write_text(json.dumps(entries))
+    weights = load_file(directory / "model.safetensors")
+    weights["score.weight"] = weights.pop("lm_head.weight")[:1].copy()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
