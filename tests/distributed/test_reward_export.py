@@ -1,6 +1,7 @@
 """A reward model as a Hugging Face directory: the same scores there, and what is loaded from one."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hpc_rlhf.config import LearnerConfig, OptimizerConfig, ParallelConfig
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.learner.objectives import BradleyTerry
 from hpc_rlhf.learner.trainer import Trainer
+from hpc_rlhf.models.heads import initial_score_weight
 from hpc_rlhf.models.hf_layout import HfModelSpec
 from hpc_rlhf.models.megatron import build_model, export_hf, initialize_model_parallel, load_hf
 from tests.distributed.offline_references import pairs
@@ -41,7 +43,7 @@ def test_hugging_face_gives_the_same_scores(
         model = build_model(spec, parallel, dtype=torch.float32)
         with pytest.raises(UserError, match=r"tensors are missing: score\.weight"):
             load_hf(model, source)
-        load_hf(model, source, head_seed=3)
+        load_hf(model, source, new_head=partial(initial_score_weight, seed=3))
         optimizer = OptimizerConfig(lr=1e-3)
         learner = LearnerConfig(parallel=parallel, optimizer=optimizer, micro_batch_tokens=80)
         trainer = Trainer(model, learner, total_steps=10)
@@ -80,7 +82,7 @@ def test_a_head_is_drawn_alike_on_every_rank(tiny_models: dict[str, Path]) -> No
         initialize_model_parallel(parallel, seed=1, timeout_s=60)
         spec = HfModelSpec.from_directory(tiny_models["llama"]).with_heads(lm=True, score=True)
         model = build_model(spec, parallel, dtype=torch.float32)
-        load_hf(model, tiny_models["llama"], head_seed=seed)
+        load_hf(model, tiny_models["llama"], new_head=partial(initial_score_weight, seed=seed))
         return model.score_head.weight.detach().clone()
 
     one, other = run_ranks(draw, 2, ParallelConfig(tensor=2), 3)
