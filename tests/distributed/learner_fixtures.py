@@ -218,8 +218,8 @@ def _near(rng: np.random.Generator, values: np.ndarray, scale: float) -> np.ndar
     return (values + scale * rng.standard_normal(len(values))).astype(np.float32)
 
 
-def bits_of(trainer: Trainer) -> dict[str, bytes]:
-    """Weights, master weights and moments of this rank's part of the model."""
+def bits_of(trainer: Trainer | ActorCritic) -> dict[str, bytes]:
+    """Weights, master weights and moments of this rank's part of each model."""
     found = {}
 
     def walk(name: str, value: Any) -> None:

@@ -34,6 +34,7 @@ from hpc_rlhf.types import Experience
 from tests.distributed.learner_fixtures import (
     CLIP,
     MAX_NEW_TOKENS,
+    bits_of,
     experience,
     hf_log_probs,
     hf_model,
@@ -241,24 +242,6 @@ def _scored(learner: ActorCritic, batch: Experience) -> Experience:
     return replace(batch, old_logprobs=readings.old, values=readings.values)
 
 
-def _bits(learner: ActorCritic) -> dict[str, bytes]:
-    """Weights, master weights and moments of this rank's part of all models."""
-    bits = {}
-
-    def walk(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(f"{name}/{key}", inner)
-        elif isinstance(value, list):
-            for index, inner in enumerate(value):
-                walk(f"{name}/{index}", inner)
-        elif isinstance(getattr(value, "data", None), torch.Tensor):
-            bits[name] = value.data.detach().float().numpy().tobytes()
-
-    walk("", learner.sharded_state_dict(is_loading=False))
-    return bits
-
-
 @pytest.mark.parametrize("kind", list(CriticKind))
 @pytest.mark.parametrize(
     ("parallel", "dp"), [(ParallelConfig(tensor=2), 1), (ParallelConfig(pipeline=2), 1)]
@@ -285,7 +268,7 @@ def test_resuming_is_bitwise_exact(
         manager = CheckpointManager(RunDir(tmp_path), keep=0)
         manager.save(SavePoint(1), learner, {})
         scored = _scored(learner, batch)
-        return warm, trunk_stays, learner.update(algorithm, scored), _bits(learner)
+        return warm, trunk_stays, learner.update(algorithm, scored), bits_of(learner)
 
     def resumed_and_stopped() -> Any:
         learner = _learner(directory, parallel, kind, ADAM)
@@ -302,7 +285,7 @@ def test_resuming_is_bitwise_exact(
         learner = _learner(directory, parallel, kind, ADAM)
         state = CheckpointManager(RunDir(tmp_path), keep=0).load(SavePoint(1, 2), learner)
         unfinished = UnfinishedUpdate.from_json(state["update"])
-        return learner.update(algorithm, scored, unfinished=unfinished), _bits(learner)
+        return learner.update(algorithm, scored, unfinished=unfinished), bits_of(learner)
 
     expected = run_ranks(uninterrupted, world)
     (scored, *_) = run_ranks(resumed_and_stopped, world)

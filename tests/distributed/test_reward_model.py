@@ -67,7 +67,7 @@ def test_scores_are_hugging_faces(directory: Path, parallel: ParallelConfig, dp:
 
     def score() -> tuple[Scores, dict[str, float]]:
         scorer = _scorer(directory, parallel)
-        return scorer.start(samples)(), scorer.memory()
+        return scorer.start(samples).result(), scorer.memory()
 
     for scores, memory in run_ranks(score, parallel.tensor * parallel.pipeline * dp):
         np.testing.assert_allclose(scores.rewards, expected, atol=1e-5)
@@ -85,10 +85,10 @@ def test_what_cannot_be_scored_is_excluded_and_not_a_zero(directory: Path, tmp_p
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
 
     def score() -> tuple[Scores, str]:
-        scores = _scorer(directory, ParallelConfig(), max_tokens=limit).start(samples)()
+        scores = _scorer(directory, ParallelConfig(), max_tokens=limit).start(samples).result()
         scorer = _scorer(broken, ParallelConfig())
         with pytest.raises(ComponentError) as raised:
-            scorer.start(samples)()
+            scorer.start(samples).result()
         return scores, str(raised.value)
 
     ((scores, message),) = run_ranks(score, 1)
@@ -146,7 +146,7 @@ def test_another_tokenizer_reads_the_same_text(
     def score() -> Scores:
         mine = translation if torch.distributed.get_rank() == 0 else None
         scorer = _scorer(directory, ParallelConfig(tensor=2), translation=mine)
-        return scorer.start([sample("stop"), sample("length")])()
+        return scorer.start([sample("stop"), sample("length")]).result()
 
     for scores in run_ranks(score, 2):
         np.testing.assert_allclose(scores.rewards, expected, atol=1e-5)

@@ -65,12 +65,12 @@ def test_progress_is_what_is_not_done_again(plan: JobPlan) -> None:
     (plan.run.metrics / "metrics.jsonl").write_text(json.dumps({"step": 12}) + "\n")
     assert progress(plan.run) == [10, 0, 0]
     samples = [
-        rollout(10, "stop"),
-        rollout(11, "stop"),
-        rollout(11, "length"),
-        rollout(11, "abort"),
+        rollout(10, 0, "stop"),
+        rollout(11, 0, "stop"),
+        rollout(11, 1, "length"),
+        rollout(11, 2, "abort"),
     ]
-    spill.write(plan.run, samples)
+    spill.write(plan.run, 11, samples)
     assert progress(plan.run) == [10, 0, 2]
     save(plan, "10+3")
     assert progress(plan.run) == [10, 3, 2]
@@ -78,7 +78,7 @@ def test_progress_is_what_is_not_done_again(plan: JobPlan) -> None:
     assert progress(plan.run) == [10, 3, 0]
 
 
-def rollout(step: int, finish: FinishReason) -> Rollout:
+def rollout(step: int, sample_index: int, finish: FinishReason) -> Rollout:
     completion = Completion(
         token_ids=np.zeros(2, np.int32),
         logprobs=np.zeros(2, np.float32),
@@ -87,7 +87,7 @@ def rollout(step: int, finish: FinishReason) -> Rollout:
         seed=0,
     )
     prompt = Prompt(uid="a:1", token_ids=np.zeros(1, np.int32))
-    return Rollout(prompt=prompt, sample_index=0, completion=completion, step=step)
+    return Rollout(prompt=prompt, sample_index=sample_index, completion=completion, step=step)
 
 
 @pytest.mark.parametrize("ending", [INTERRUPTED, FAILED])
