@@ -263,9 +263,7 @@ class AlgorithmConfig:
     loss_mean: LossMean = LossMean.SEQUENCE
     epochs: int = 1  # passes over one batch of rollouts
     mini_batches: int = 1  # optimizer steps per pass
-    resampling_rounds: int = (
-        0  # DAPO: rounds in which groups of equal rewards are replaced by others
-    )
+    resampling_rounds: int = 0  # DAPO: rounds in which groups of equal rewards are replaced
     max_skipped_steps: int = 10  # of a run, whose loss or gradient is not finite; one more ends it
     entropy_coef: float = 0.0  # of the entropy bonus
     gamma: float = 1.0  # PPO: discount of a token
@@ -280,9 +278,7 @@ class CriticConfig:
     """The value function that ``algorithm.name=ppo`` learns beside the policy."""
 
     kind: CriticKind = CriticKind.SHARED
-    path: str | None = (
-        None  # separate: the model it begins as, a reward model's; default: the policy's
-    )
+    path: str | None = None  # separate: the model it begins as; default: the policy's
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))  # separate
     coef: float = 0.1  # shared: weight of the value loss beside the policy's
     clip: float = 0.2  # values are clipped to old ones -+ clip; 0: they are not
@@ -353,12 +349,8 @@ class RewardConfig:
     name: RewardName = RewardName.EXACT
     pattern: str | None = None  # regex: what to find; exact: group 1 is the answer given
     function: str | None = None  # python: "package.module:function"
-    model: str | None = (
-        None  # model: directory of a reward model, a sequence classifier of one label
-    )
-    retokenize: bool = (
-        False  # model: render and tokenise text again, where its tokenizer is another
-    )
+    model: str | None = None  # model: its directory, a sequence classifier of one label
+    retokenize: bool = False  # model: render and tokenise text again for another tokenizer
     timeout_s: float = 10.0  # of one sample
     workers: int = 1
     max_failure_fraction: float = 0.5  # of one batch; above it the attempt ends

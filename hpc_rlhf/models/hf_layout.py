@@ -64,9 +64,7 @@ class HfModelSpec:
     source: str = ""  # the file it was read from, for messages
     lm_head: bool = True
     score_head: bool = False
-    is_classifier: bool = (
-        False  # whether the directory's model is one, whatever heads are asked for
-    )
+    is_classifier: bool = False  # the directory's model, whatever heads are asked for
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> "HfModelSpec":
