@@ -242,22 +242,26 @@ def _scored(learner: ActorCritic, batch: Experience) -> Experience:
     return replace(batch, old_logprobs=readings.old, values=readings.values)
 
 
-@pytest.mark.parametrize("kind", list(CriticKind))
 @pytest.mark.parametrize(
-    ("parallel", "dp"), [(ParallelConfig(tensor=2), 1), (ParallelConfig(pipeline=2), 1)]
+    ("kind", "parallel"),
+    [
+        (CriticKind.SHARED, ParallelConfig(tensor=2)),
+        (CriticKind.SEPARATE, ParallelConfig(pipeline=2)),
+        pytest.param(CriticKind.SHARED, ParallelConfig(pipeline=2), marks=pytest.mark.soak),
+        pytest.param(CriticKind.SEPARATE, ParallelConfig(tensor=2), marks=pytest.mark.soak),
+    ],
 )
 def test_resuming_is_bitwise_exact(
     tiny_models: dict[str, Path],
     tmp_path: Path,
     kind: CriticKind,
     parallel: ParallelConfig,
-    dp: int,
 ) -> None:
     """Saved behind the critic's first steps, and within an update; both go on as if nothing was."""
     directory = tiny_models["llama"]
     batch = experience(directory)
     algorithm = _algorithm(kind, epochs=2, mini_batches=2)
-    world = parallel.tensor * parallel.pipeline * dp
+    world = parallel.tensor * parallel.pipeline
 
     def uninterrupted() -> Any:
         learner = _learner(directory, parallel, kind, ADAM)
