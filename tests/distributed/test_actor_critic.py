@@ -170,18 +170,21 @@ def _losses(model: Any, head: torch.Tensor, batch: Experience) -> tuple[torch.Te
     return torch.cat(policy).mean(), torch.cat(critic).mean()
 
 
+def _layout(tp: int, pp: int, dp: int, *, sp: bool = False, marks: Any = ()) -> Any:
+    name = f"{tp}x{pp}x{dp}{'-sequence' if sp else ''}"
+    parallel = ParallelConfig(tensor=tp, pipeline=pp, sequence=sp)
+    return pytest.param(parallel, dp, id=name, marks=marks)
+
+
 LAYOUTS = [
-    pytest.param(ParallelConfig(tensor=tp, pipeline=pp, sequence=sp), dp, id=f"{tp}x{pp}x{dp}{s}")
-    for tp, pp, dp, sp, s in [
-        (1, 1, 1, False, ""),
-        (2, 1, 1, False, ""),
-        (1, 2, 1, False, ""),
-        (2, 2, 1, False, ""),
-        (1, 1, 2, False, ""),
-        (2, 1, 2, False, ""),
-        (1, 2, 2, False, ""),
-        (2, 2, 2, True, "-sequence"),
-    ]
+    _layout(1, 1, 1),
+    _layout(2, 1, 1),
+    _layout(1, 2, 1),
+    _layout(1, 1, 2),
+    _layout(2, 2, 2, sp=True),
+    _layout(2, 2, 1, marks=pytest.mark.soak),
+    _layout(2, 1, 2, marks=pytest.mark.soak),
+    _layout(1, 2, 2, marks=pytest.mark.soak),
 ]
 
 
