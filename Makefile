@@ -43,8 +43,18 @@ slurm: ## Install Slurm, munge and MariaDB for the sandbox (apt, as root)
 quickstart: setup ## The main job on this machine: warm-up, then GRPO, on real parts
 	$(BIN)/hpc-rlhf run experiment=quickstart
 
-test: setup slurm ## All tests but those of GPUs, none of which may be skipped
+# Those of Slurm mostly wait for it: they run beside the others, and are printed after them.
+test: setup slurm ## All tests but those of GPUs, none of which may be skipped; PYTEST_ARGS chooses some
+ifeq ($(strip $(PYTEST_ARGS)),)
+	@export CUDA_VISIBLE_DEVICES=; log=$$(mktemp); failed=0; \
+	$(BIN)/python -m pytest --forbid-skips -m 'slurm and not soak' >$$log 2>&1 & slurm=$$!; \
+	trap 'kill $$slurm 2>/dev/null || true; rm -f $$log' EXIT; \
+	$(BIN)/python -m pytest --forbid-skips -m 'not slurm and not soak' || failed=$$?; \
+	wait $$slurm || failed=$$?; \
+	cat $$log; exit $$failed
+else
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --forbid-skips $(PYTEST_ARGS)
+endif
 
 gpu: ## Tests and measurements on one GPU, in the environment that PYTHON is of
 	$(PYTHON) -m pytest -s -m gpu tests/gpu $(PYTEST_ARGS)
