@@ -55,7 +55,7 @@ def run_learner(
     sampling: SamplingConfig = SamplingConfig(temperature=0.0, max_new_tokens=24),  # noqa: B008
     sync: SyncConfig = SyncConfig(bucket_bytes=32 << 10, timeout_s=30.0),  # noqa: B008
     sampler: SamplerConfig | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
 ) -> T:
     """Call ``scenario`` on every rank of a learner of the given layout; return rank 0's result."""
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hpc_rlhf.config import ParallelConfig, SamplingConfig
-from hpc_rlhf.models.megatron import export_hf
+from hpc_rlhf.models.megatron import export_hf, hf_metadata
 from hpc_rlhf.rollout.sampler import Done, SampleRequest
 from hpc_rlhf.sync.collective import SyncStats
 from hpc_rlhf.types import Rollout
 from tests.engine.conftest import Fleet
-from tests.engine.learners import Learner, requests, train_a_bit
+from tests.engine.learners import Learner, at_tensor, requests, train_a_bit
 from tests.engine.references import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
@@ -101,18 +101,23 @@ def test_completions_that_span_two_versions(fleet: Fleet, tmp_path: Path) -> Non
     The tokens before the change count under the new weights too: nothing computed with the old
     ones is kept.
     """
-    sampling = SamplingConfig(temperature=1.0, max_new_tokens=300)
+    sampling = SamplingConfig(temperature=1.0, max_new_tokens=450)
 
     def scenario(learner: Learner) -> tuple[Rollout, ...]:
-        assert learner.pool is not None
+        pool = learner.pool
+        assert pool is not None
         export_hf(learner.model, fleet.model, tmp_path / "40")
         learner.transport.publish(learner.model, 40)
         train_a_bit(learner.model, how=1)
         export_hf(learner.model, fleet.model, tmp_path / "41")
-        learner.pool.begin(requests(4, 40, samples=2), 40)
-        assert learner.pool.wait_event(timeout_s=0.3) is None, "done too soon"
+
+        def sample_meanwhile() -> None:
+            pool.begin(requests(4, 40, samples=2), 40)
+            assert pool.wait_event(timeout_s=0.2) is None, "done too soon"
+
+        at_tensor(len(hf_metadata(learner.model)) - 1, sample_meanwhile)
         learner.transport.publish(learner.model, 41)
-        event = learner.pool.wait_event()
+        event = pool.wait_event()
         assert isinstance(event, Done)
         return event.rollouts
 

@@ -170,13 +170,13 @@ def test_an_interruption_does_not_wait_for_a_sampler_that_hangs(fleet: Fleet) ->
         os.kill(frozen, signal.SIGSTOP)
         try:
             began = time.monotonic()
-            interrupted = pool.interrupt(timeout_s=5)
+            interrupted = pool.interrupt(timeout_s=8)
             return interrupted, time.monotonic() - began
         finally:
             os.kill(frozen, signal.SIGCONT)
 
     interrupted, seconds = fleet.learn(scenario, sampling=LONG)
-    assert seconds < 7
+    assert seconds < 14
     assert interrupted.partial
     assert interrupted.unstarted
     parts = [*interrupted.finished, *interrupted.partial, *interrupted.unstarted]
