@@ -1,9 +1,12 @@
 """One sampler replica: vLLM's OpenAI-compatible server in this process, guarded and published."""
 
 import asyncio
+import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import uuid
@@ -30,6 +33,7 @@ _DRAIN_S = 25.0  # from SIGTERM to the stop, if nobody ends the server before
 _CHILD_POLL_S = 0.2
 _HEALTH_POLL_S = 0.1
 _STOP_TIMEOUT_S = 3.0
+_SOCKET_PATH_BYTES = 107  # of unix(7)
 
 
 def serve(
@@ -64,7 +68,8 @@ def serve(
     token = read_token(token_file)
     started = time.time()
     startup = startup or StartUp(started)
-    _set_environment(address, token_file, sampler, cache)
+    sockets = _socket_directory(attempt, replica)
+    _set_environment(address, token_file, sampler, cache, sockets)
 
     with importing():  # after the environment: vLLM reads it while it is imported
         import uvloop
@@ -141,6 +146,7 @@ def serve(
         pass
     finally:
         _withdraw(attempt, replica, incarnation)
+        shutil.rmtree(sockets, ignore_errors=True)
 
 
 class _Stopped(SystemExit):
@@ -223,11 +229,29 @@ def _withdraw(attempt: Attempt, replica: int, incarnation: str) -> None:
             endpoint_path(attempt, COMPONENT, replica).unlink(missing_ok=True)
 
 
-def _set_environment(address: str, token_file: Path, sampler: SamplerConfig, cache: Path) -> None:
+def _socket_directory(attempt: Attempt, replica: int) -> Path:
+    """A directory on this node for the sockets of the engine's processes, new and empty.
+
+    vLLM puts them into the temporary directory itself and leaves them there when it is killed. This
+    one has a name of its own by run and replica, so that the next start on the node clears it.
+    """
+    run = hashlib.sha256(str(attempt.path.parent.parent).encode()).hexdigest()[:12]
+    directory = Path(tempfile.gettempdir()) / f"hpc-rlhf-{run}-{replica}"
+    if len(str(directory / str(uuid.uuid4()))) > _SOCKET_PATH_BYTES:
+        directory = Path("/tmp", directory.name)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+def _set_environment(
+    address: str, token_file: Path, sampler: SamplerConfig, cache: Path, sockets: Path
+) -> None:
     os.environ |= {
         TOKEN_FILE_VARIABLE: str(token_file.absolute()),
         "VLLM_HOST_IP": address,  # else it asks the network
         "VLLM_SERVER_DEV_MODE": "1",  # the RL control routes
+        "VLLM_RPC_BASE_PATH": str(sockets),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,9 +23,17 @@ from tests.launch_driver import wait_until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]  # starting servers on busy cores
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of processes that are started; a short path, for sockets."""
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.3])
 def test_a_server_that_is_stopped_while_it_starts(
-    tied_fleet: Fleet, tmp_path: Path, after_s: float
+    tied_fleet: Fleet, tmp_path: Path, temporary: Path, after_s: float
 ) -> None:
     """A moment after it began to handle the signal, when no event loop does so yet."""
     run, attempt = new_run(tmp_path / "run")
@@ -34,6 +44,7 @@ def test_a_server_that_is_stopped_while_it_starts(
     code = server.wait(timeout_s=20)
     assert code == 0, server.log.read_text()
     assert list(read_endpoints(attempt, "sampler")) == []
+    assert [path for path in temporary.rglob("*") if path.is_socket()] == []
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
