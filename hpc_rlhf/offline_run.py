@@ -8,18 +8,17 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rlhf.checkpoint.manager import CheckpointManager
-from hpc_rlhf.checkpoint.save_point import BEGINNING, SavePoint
+from hpc_rlhf.checkpoint.save_point import SavePoint
+from hpc_rlhf.checkpoint.saving import Saving
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.stopping import SavePoints, StopRequested
 from hpc_rlhf.cluster.walltime import WalltimeGuard
-from hpc_rlhf.config import CheckpointConfig, OfflineConfig, RunConfig
+from hpc_rlhf.config import OfflineConfig, RunConfig
 from hpc_rlhf.data.order import examples_of_step
 from hpc_rlhf.data.tokens import TokenDataset
 from hpc_rlhf.errors import ComponentError
@@ -27,7 +26,6 @@ from hpc_rlhf.fs import publish_json
 from hpc_rlhf.learner.objectives import Objective
 from hpc_rlhf.learner.trainer import NotFinite, Trainer
 from hpc_rlhf.observe.metrics import MetricsWriter
-from hpc_rlhf.observe.notices import tell
 from hpc_rlhf.observe.timeline import StepTimes
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Example, Phase
@@ -71,13 +69,12 @@ class OfflineRun:
     attempt: int
     config: RunConfig
     offline: OfflineConfig
-    checkpoint: CheckpointConfig
     objective: Objective
     trainer: Trainer
     train_set: ExampleSet
     order_seed: int | None  # None: the order of the file
     held_out: ExampleSet | None
-    checkpoints: CheckpointManager
+    saving: Saving
     control: ControlGroup
     save_points: SavePoints
     export: Callable[[], dict[str, str]]  # writes the result; the completion marker's entries
@@ -87,7 +84,6 @@ class OfflineRun:
     skipped: int = 0  # steps whose loss or gradient was not finite
     stats: dict[str, float] = field(default_factory=dict)  # of the step that has no record yet
     startup: dict[str, float] = field(default_factory=dict)  # for the first record
-    saved: SavePoint = BEGINNING
 
     def remaining(self) -> Iterator[int]:
         """The steps without a record, counted from 1."""
@@ -95,16 +91,14 @@ class OfflineRun:
 
     def resume(self) -> None:
         """Load the newest whole checkpoint, if there is one."""
-        say = partial(tell, self.directory.attempt(self.attempt))
-        point = self.checkpoints.latest(verify=True, tell=say)
-        if point is not None:
-            state = self.checkpoints.load(point, self.trainer)
-            self.completed, self.saved = point.step, point
+        found = self.saving.resume(self.trainer)
+        if found is not None:
+            point, state = found
+            self.completed = point.step
             self.recorded, self.skipped = state["recorded"], state["skipped"]
             self.stats = state["stats"]
         if self.coordinator is not None:
             self.coordinator.metrics.truncate(self.recorded)
-            say(f"resumes from {self.checkpoints.path(point)}" if point else "begins with step 1")
 
     def update(self, step: int) -> None:
         """Learn from the examples of ``step``, or skip it when its loss is not finite.
@@ -157,8 +151,7 @@ class OfflineRun:
         self.recorded = self.completed
         if self.coordinator is None:
             return
-        if (cost := self.checkpoints.take_cost()) is not None:
-            self.stats |= cost.as_metrics()
+        self.stats |= self.saving.cost()
         record: dict[str, Any] = {**self.startup, **self.stats, **times.as_metrics()}
         self.startup = {}
         if Phase.TRAIN in times.seconds and "tokens" in self.stats:
@@ -168,41 +161,28 @@ class OfflineRun:
         self.coordinator.walltime.observe(record)
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether to save after ``step``, or to hear now that the save under way has failed."""
-        due = step % self.checkpoint.every_steps == 0 or step == self.config.steps
-        return due or self.control.any(self.checkpoints.failed)
+        return self.saving.due(step)
 
     def save(self, *, wait: bool) -> None:
-        """Save the last finished step, unless it is saved or is the beginning.
-
-        Args:
-            wait: until it is durable; else it may be written while training goes on.
-        """
-        point = SavePoint(self.completed)
-        if point in (BEGINNING, self.saved):
-            if wait:
-                self.checkpoints.wait()
-            return
+        """Save the last finished step, with its statistics if they have no record yet."""
         state = {
             "recorded": self.recorded,
             "skipped": self.skipped,
             "stats": self.stats if self.recorded < self.completed else {},
         }
-        wait = wait or not self.checkpoint.asynchronous
-        self.checkpoints.save(point, self.trainer, state, wait=wait)
-        self.saved = point
+        self.saving.save(SavePoint(self.completed), self.trainer, state, wait=wait)
 
     def complete(self) -> None:
         """Export the model as a Hugging Face directory and mark the run complete."""
         exported = self.export()
-        self.checkpoints.wait()
+        self.saving.manager.wait()
         if self.control.is_coordinator:
             publish_json(self.directory.complete, {"step": self.completed, **exported})
 
     def close(self) -> None:
         if self.coordinator is not None:
             self.coordinator.metrics.close()
-        self.checkpoints.close()
+        self.saving.manager.close()
 
     def _stop_before(self, *phases: Phase) -> None:
         if self.save_points.stop_before(*phases):

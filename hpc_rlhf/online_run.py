@@ -8,19 +8,18 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from hpc_rlhf.checkpoint.manager import CheckpointManager
-from hpc_rlhf.checkpoint.save_point import BEGINNING, SavePoint
+from hpc_rlhf.checkpoint.save_point import SavePoint
+from hpc_rlhf.checkpoint.saving import Saving
 from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.stopping import SavePoints, StopRequested
 from hpc_rlhf.cluster.walltime import WalltimeGuard
-from hpc_rlhf.config import CheckpointConfig, OffPolicyConfig, RunConfig, SamplingConfig
+from hpc_rlhf.config import OffPolicyConfig, RunConfig, SamplingConfig
 from hpc_rlhf.data.prompts import PromptCursor, PromptDataset
 from hpc_rlhf.errors import ComponentError
 from hpc_rlhf.fs import publish_json
@@ -32,7 +31,6 @@ from hpc_rlhf.learner.memory import of_model
 from hpc_rlhf.learner.stats import sequence_kl
 from hpc_rlhf.models.megatron import PolicyModel, export_hf
 from hpc_rlhf.observe.metrics import MetricsWriter
-from hpc_rlhf.observe.notices import tell
 from hpc_rlhf.observe.startup import StartUp, publish_report
 from hpc_rlhf.observe.timeline import StepTimes
 from hpc_rlhf.rollout import spill, store
@@ -81,7 +79,6 @@ class OnlineRun:
     attempt: int
     config: RunConfig
     sampling: SamplingConfig
-    checkpoint: CheckpointConfig
     algorithm: Algorithm
     kl: KlController  # of the step under way
     off_policy: OffPolicyConfig
@@ -92,7 +89,7 @@ class OnlineRun:
     reference: PolicyModel | None
     scorer: Scorer
     transport: CollectiveTransport
-    checkpoints: CheckpointManager
+    saving: Saving
     control: ControlGroup
     save_points: SavePoints
     source: Path  # the Hugging Face directory that configuration and tokenizer come from
@@ -106,7 +103,6 @@ class OnlineRun:
     readings: Readings | None = None  # of the samples of the step under way
     mid_step: MidStep | None = None
     optimizer_steps: int = 0  # of the step under way, by this attempt
-    saved: SavePoint = BEGINNING
 
     def remaining(self) -> Iterator[int]:
         """The steps to do, counted from 1."""
@@ -114,11 +110,10 @@ class OnlineRun:
 
     def resume(self) -> None:
         """Load the newest whole checkpoint that can be gone on from, if there is one."""
-        say = partial(tell, self.directory.attempt(self.attempt))
-        point = self.checkpoints.latest(verify=True, reject=self._no_experience, tell=say)
-        if point is not None:
-            state = self.checkpoints.load(point, self.trainer)
-            self.completed, self.saved = point.step, point
+        found = self.saving.resume(self.trainer, reject=self._no_experience)
+        if found is not None:
+            point, state = found
+            self.completed = point.step
             self.cursor = PromptCursor(**state["cursor"])
             self.kl = replace(self.kl, coef=state["kl_coef"])
             self.skipped = state["skipped"]
@@ -126,7 +121,6 @@ class OnlineRun:
                 self._resume_mid_step(**state["mid_step"])
         if self.coordinator is not None:
             self.coordinator.metrics.truncate(self.completed)
-            say(f"resumes from {self.checkpoints.path(point)}" if point else "begins with step 1")
 
     def _no_experience(self, point: SavePoint) -> str | None:
         """Why there is nothing to go on with in the middle of a step; None if there is."""
@@ -358,24 +352,12 @@ class OnlineRun:
         self.cursor = self.next_cursor
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether to save after ``step``, or to hear now that the save under way has failed."""
-        due = step % self.checkpoint.every_steps == 0 or step == self.config.steps
-        return due or self.control.any(self.checkpoints.failed)
+        return self.saving.due(step)
 
     def save(self, *, wait: bool) -> None:
-        """Save where the run is, unless that is saved or is the beginning.
-
-        Args:
-            wait: until it is durable; else it may be written while training goes on.
-        """
+        """Save where the run is, in the middle of a step with what is left of it."""
         update = self.mid_step.update if self.mid_step else None
-        point = SavePoint(self.completed, update.mini_batches if update else 0)
-        if point == self.saved:
-            if wait:
-                self.checkpoints.wait()
-            return
         state: dict[str, Any] = {
-            "step": self.completed,
             "cursor": vars(self.cursor),
             "kl_coef": self.kl.coef,
             "skipped": self.skipped,
@@ -386,9 +368,8 @@ class OnlineRun:
                 "stats": self.stats,
                 "cursor": vars(self.next_cursor),
             }
-        wait = wait or not self.checkpoint.asynchronous
-        self.checkpoints.save(point, self.trainer, state, wait=wait)
-        self.saved = point
+        point = SavePoint(self.completed, update.mini_batches if update else 0)
+        self.saving.save(point, self.trainer, state, wait=wait)
 
     def _rollouts(self, step: int) -> Path:
         return self.directory.rollouts / f"step_{step}.h5"
@@ -397,8 +378,7 @@ class OnlineRun:
         """Append the step's metrics, once per step whatever was resumed."""
         if self.coordinator is None:
             return
-        if (cost := self.checkpoints.take_cost()) is not None:
-            self.stats |= cost.as_metrics()
+        self.stats |= self.saving.cost()
         self._end_startup()
         record: dict[str, Any] = {**self.stats, **times.as_metrics(), **self._memory()}
         # what is not begun late in the walltime
@@ -437,7 +417,7 @@ class OnlineRun:
         """Export the policy as a Hugging Face directory and mark the run complete."""
         target = self.directory.path / "policy"
         export_hf(self.trainer.model, self.source, target)
-        self.checkpoints.wait()
+        self.saving.manager.wait()
         if self.control.is_coordinator:
             publish_json(self.directory.complete, {"step": self.completed, "policy": str(target)})
 
@@ -445,7 +425,7 @@ class OnlineRun:
         if self.coordinator is not None:
             self.coordinator.close()
         self.scorer.close()
-        self.checkpoints.close()
+        self.saving.manager.close()
 
 
 def make_experience(

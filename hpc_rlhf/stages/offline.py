@@ -18,22 +18,22 @@ from hpc_rlhf.learner import reference
 from hpc_rlhf.learner.objectives import BradleyTerry, DirectPreference, Objective, Supervised
 from hpc_rlhf.learner.runner import Runner
 from hpc_rlhf.learner.trainer import Trainer
+from hpc_rlhf.loop import fit
 from hpc_rlhf.models.heads import initial_score_weight
 from hpc_rlhf.models.megatron import export_hf, freeze
 from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.observe.startup import CHECKPOINT, DATA, GROUPS, LOAD, publish_report
 from hpc_rlhf.observe.timeline import Timeline
-from hpc_rlhf.offline_loop import fit
 from hpc_rlhf.offline_run import ExampleSet, OfflineCoordinator, OfflineRun
 from hpc_rlhf.run_dir import Attempt
 from hpc_rlhf.runs import data_cache, open_examples, pin_data
 from hpc_rlhf.stages.world import (
     LearnerWorld,
-    checkpoint_manager,
     join,
     load_model,
     pin_frozen,
     save_points,
+    saving,
     walltime_guard,
 )
 from hpc_rlhf.types import FrozenRef, Phase
@@ -117,13 +117,12 @@ def _build(
         attempt=attempt.number,
         config=config.run,
         offline=config.offline,
-        checkpoint=config.checkpoint,
         objective=make_objective(config),
         trainer=trainer,
         train_set=data["train"],
         order_seed=config.run.seed if config.data.shuffle else None,
         held_out=data.get("eval"),
-        checkpoints=checkpoint_manager(config.checkpoint, run, attempt),
+        saving=saving(config, run, attempt, control),
         control=control,
         save_points=points,
         export=partial(_export, config, trainer, run.path),

@@ -34,11 +34,11 @@ from hpc_rlhf.scoring.verifiers import make_verifier
 from hpc_rlhf.stages.warmup import warm_up
 from hpc_rlhf.stages.world import (
     LearnerWorld,
-    checkpoint_manager,
     join,
     load_model,
     pin_frozen,
     save_points,
+    saving,
     walltime_guard,
 )
 from hpc_rlhf.sync.collective import CollectiveTransport
@@ -108,7 +108,6 @@ def _build(
         attempt=attempt.number,
         config=config.run,
         sampling=config.sampling,
-        checkpoint=config.checkpoint,
         algorithm=algorithm,
         kl=KlController.of(config.algorithm.kl),
         off_policy=config.algorithm.off_policy,
@@ -125,7 +124,7 @@ def _build(
             world.address,
             coordinator.pool if coordinator else None,
         ),
-        checkpoints=checkpoint_manager(config.checkpoint, run, attempt),
+        saving=saving(config, run, attempt, control),
         control=control,
         save_points=save_points(
             attempt, flag, control, coordinator.walltime if coordinator else None

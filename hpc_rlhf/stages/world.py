@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from hpc_rlhf.checkpoint import frozen
 from hpc_rlhf.checkpoint.manager import CheckpointManager
+from hpc_rlhf.checkpoint.saving import Saving
 from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.cluster.rendezvous import join_learner_world
@@ -18,12 +20,13 @@ from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.cluster.stopping import SavePoints
 from hpc_rlhf.cluster.walltime import Deadline, WalltimeGuard
 from hpc_rlhf.cluster.world import World
-from hpc_rlhf.config import CheckpointConfig, Config, Recompute
+from hpc_rlhf.config import Config, Recompute
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch.diagnosis import announce_stop
 from hpc_rlhf.models.hf_layout import HfModelSpec
 from hpc_rlhf.models.megatron import PolicyModel, build_model, initialize_model_parallel, load_hf
 from hpc_rlhf.observe.metrics import read_metrics
+from hpc_rlhf.observe.notices import tell
 from hpc_rlhf.run_dir import Attempt, RunDir
 from hpc_rlhf.runs import pin_models
 from hpc_rlhf.types import FrozenRef
@@ -106,12 +109,16 @@ def pin_frozen(
     return models
 
 
-def checkpoint_manager(
-    config: CheckpointConfig, run: RunDir, attempt: Attempt
-) -> CheckpointManager:
-    """The run's checkpoints, as this attempt keeps them. Collective."""
-    return CheckpointManager(
-        run, config.keep, keep_every_steps=config.keep_every_steps, attempt=attempt.number
+def saving(config: Config, run: RunDir, attempt: Attempt, control: ControlGroup) -> Saving:
+    """The run's checkpoints, as this attempt makes and keeps them. Collective."""
+    manager = CheckpointManager(
+        run,
+        config.checkpoint.keep,
+        keep_every_steps=config.checkpoint.keep_every_steps,
+        attempt=attempt.number,
+    )
+    return Saving(
+        manager, config.checkpoint, control, config.run.steps, tell=partial(tell, attempt)
     )
 
 
