@@ -5,7 +5,9 @@ on a login node whose filesystem is slow.
 """
 
 import argparse
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; see ``hpc-rlhf --help``."""
     arguments = _parse(argv)
     try:
-        return int(arguments.command(arguments))
+        code = int(arguments.command(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # `hpc-rlhf status RUN | head` is no error; the interpreter's own flush must not find one.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except UserError as error:
         print(f"hpc-rlhf: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -61,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "  hpc-rlhf run experiment=quickstart                   the whole loop on this machine\n"
         "  hpc-rlhf submit experiment=quickstart cluster=slurm  the same as a heterogeneous job\n"
         "  hpc-rlhf status quickstart-local                     what a run is doing\n"
-        "  hpc-rlhf verify quickstart                           is all of it still whole",
+        "  hpc-rlhf verify quickstart-local                     is all of it still whole",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hpc-rlhf {__version__}")
@@ -125,7 +133,7 @@ def _add_of_run(commands, name, command, text, description=None) -> None:  # typ
         name,
         help=text,
         description=description,
-        epilog=f"example:\n  hpc-rlhf {name} quickstart",
+        epilog=f"example:\n  hpc-rlhf {name} quickstart-local",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", help="a run's directory, or its name under --root")

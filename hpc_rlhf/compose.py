@@ -5,6 +5,7 @@ Hydra's own compose API, so overrides, groups and ``--cfg`` behave as its users 
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -133,7 +134,7 @@ def with_absolute_paths(overrides: Sequence[str]) -> list[str]:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    return os.path.normpath(Path(path).expanduser().absolute())
 
 
 def _groups(directory: Path) -> set[str]:

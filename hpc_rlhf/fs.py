@@ -19,6 +19,13 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def share(path: Path) -> None:
+    """Give a file the mode of a new one, by the umask: some libraries write private ones."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def publish(path: Path, write: Callable[[BinaryIO], Any], *, mode: int = 0o644) -> Path:
     """Write ``path`` through a temporary neighbour: write, fsync, rename, fsync the directory.
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 RESUMABLE_CHANGES = (
     *("cluster.", "sampler.", "checkpoint.", "sync.", "learner.parallel."),
     *("learner.collective_timeout_s", "run.max_attempts_without_progress"),
-    *("data.cache", "offline.max_skipped_steps"),
+    *("data.cache", "offline.max_skipped_steps", "algorithm.max_skipped_steps"),
+    # memory, speed and patience; like another layout, they change no more than rounding
+    *("learner.micro_batch_tokens", "learner.recompute", "learner.logprob_chunk_tokens"),
+    *("reward.timeout_s", "reward.workers", "reward.max_failure_fraction"),
 )
 
 
@@ -77,7 +80,7 @@ def check_resume(config: Config) -> None:
     if not run.path.is_dir():
         raise UserError(f"{run.path} is not a directory; choose another run.name")
     if not run.config.exists():
-        if any(run.path.iterdir()):
+        if not _is_unbegun(run):
             raise UserError(
                 f"{run.path} exists and is not a run (no {run.config.name}); choose another run.name"
             )
@@ -104,6 +107,17 @@ def check_resume(config: Config) -> None:
         )
 
 
+def _is_unbegun(run: RunDir) -> bool:
+    """Whether a directory holds no more than a start leaves that was cut short, or is under way."""
+    found = {path for path in run.path.iterdir() if not path.name.startswith(".")}  # temporary
+    empty = {path for path in _directories(run) if path in found and not any(path.iterdir())}
+    return found <= {*empty, run.token_file, run.identity, run.claims}
+
+
+def _directories(run: RunDir) -> tuple[Path, ...]:
+    return (run.attempts, run.checkpoints, run.rollouts, run.metrics)
+
+
 def _check_frozen_there(run: RunDir) -> None:
     """Refuse a run whose frozen models are gone; whether they changed, the learner's ranks see."""
     identity = read_json(run.identity) if run.identity.exists() else {}
@@ -120,10 +134,24 @@ def open_run(config: Config) -> RunDir:
     """Create the run directory, or continue the one that is there; see :func:`check_resume`.
 
     The configuration file is that of the newest attempt: what may change, may change on resume.
+
+    Raises:
+        UserError: see :func:`check_resume`; or the directory cannot be written.
     """
     check_resume(config)
     run = run_directory(config)
-    for directory in (run.path, run.attempts, run.checkpoints, run.rollouts, run.metrics):
+    try:
+        _make(run, config)
+    except OSError as error:
+        raise UserError(
+            f"run.root={config.run.root}: {run.path} cannot be made or written: {error.strerror} "
+            f"({error.filename}); free space or quota there, or give another run.root"
+        ) from error
+    return run
+
+
+def _make(run: RunDir, config: Config) -> None:
+    for directory in (run.path, *_directories(run)):
         directory.mkdir(parents=True, exist_ok=True)
     run.ensure_token()
     if not run.identity.exists():
@@ -139,7 +167,6 @@ def open_run(config: Config) -> RunDir:
             },
         )
     compose.publish(run.config, config)
-    return run
 
 
 def pin_models(run: RunDir, models: Sequence[FrozenRef]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from hpc_rlhf.fs import publish_directory
+from hpc_rlhf.fs import publish_directory, share
 
 Family = Literal["llama", "qwen2", "qwen3"]
 
@@ -147,6 +147,7 @@ def make_tiny_model(
         from safetensors.numpy import save_file
 
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+        share(target / "model.safetensors")
         _write_json(target / "config.json", config)
         ids = {key: config[key] for key in ("pad_token_id", "bos_token_id")}
         ends = [SPECIAL_TOKENS.index(EOS), SPECIAL_TOKENS.index(TURN_END)]

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hpc_rlhf.errors import UserError
-from hpc_rlhf.fs import fsync_directory
+from hpc_rlhf.fs import fsync_directory, share
 from hpc_rlhf.models.hf_layout import (
     HfModelSpec,
     HfTensor,
@@ -159,6 +159,7 @@ def write_files(
                 held[name] = tensor.to("cpu", copy=True).contiguous()
         if directory is not None:
             save_file(held, directory / file.name, metadata={"format": "pt"})
+            share(directory / file.name)
             _fsync(directory / file.name)  # here, because only the writing node can
     assert next(source, None) is None
 

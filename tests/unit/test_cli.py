@@ -1,6 +1,8 @@
 """The command line on a login node: help, scripts, and refusals that leave nothing behind."""
 
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpc_rlhf import compose
 from hpc_rlhf.cli import main
+from hpc_rlhf.runs import open_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -145,3 +149,13 @@ def test_run_on_slurm_nodes_outside_of_an_allocation(
 def test_status_of_an_unknown_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "nothing", "--root", str(tmp_path)]) == 2
     assert "no run 'nothing'" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    run = open_run(compose.compose([*quickstart(tmp_path), "run.name=a"]))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [Path(sys.executable).with_name("hpc-rlhf"), "status", str(run.path)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

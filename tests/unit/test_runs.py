@@ -25,11 +25,31 @@ def config(root: Path, *overrides: str) -> Config:
         "checkpoint.asynchronous=false",
         "sync.bucket_bytes=1048576",
         "run.max_attempts_without_progress=9",
+        "learner.micro_batch_tokens=1024",
+        "learner.recompute=full",
+        "reward.timeout_s=30",
     ],
 )
 def test_how_a_run_is_run_may_change(tmp_path: Path, override: str) -> None:
     open_run(config(tmp_path))
     check_resume(config(tmp_path, override))
+
+
+def test_a_start_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
+    run = open_run(config(tmp_path))
+    run.config.unlink()
+    check_resume(config(tmp_path))
+    # but what a run has made is not taken for nothing
+    run.attempt(1).path.mkdir()
+    with pytest.raises(UserError, match="is not a run"):
+        check_resume(config(tmp_path))
+
+
+def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UserError, match=f"run.root={file}: {file}/a cannot be made or written"):
+        open_run(config(file))
 
 
 def test_what_it_learns_may_not_and_each_difference_is_named(tmp_path: Path) -> None:
