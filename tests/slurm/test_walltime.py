@@ -1,7 +1,7 @@
 """The main job in walltimes of two minutes, a good part of which is set-up: it ends by itself.
 
-``WALLTIME_STEPS`` chooses another length of the run: about 25 steps fit a walltime on two busy cores,
-40 on two idle ones.
+``WALLTIME_STEPS`` chooses another length of the run: about 20 steps fit a walltime on two busy cores,
+60 on two idle ones.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.slurm.preempt import accounted
 pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(3600)]
 
 CYCLES = 5  # at least
-STEPS = int(os.environ.get("WALLTIME_STEPS", "240"))
+STEPS = int(os.environ.get("WALLTIME_STEPS", "400"))
 WALLTIME_MIN = 2
 SETUP_S = 30
 OVERRIDES = (
