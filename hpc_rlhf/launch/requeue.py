@@ -19,7 +19,13 @@ from hpc_rlhf.errors import ComponentError, ExitCode, UserError
 from hpc_rlhf.fs import publish_json, read_json
 from hpc_rlhf.launch.diagnosis import Diagnosis
 from hpc_rlhf.launch.job_plan import JobPlan
-from hpc_rlhf.launch.srun import COMMAND_TIMEOUT_S, JobRecord, job_record, slurm_command
+from hpc_rlhf.launch.srun import (
+    COMMAND_TIMEOUT_S,
+    CommandKilled,
+    JobRecord,
+    job_record,
+    slurm_command,
+)
 from hpc_rlhf.run_dir import Attempt, RunDir
 
 QueueAgain = Callable[[str, Sequence[str]], str]
@@ -237,7 +243,11 @@ class SelfRequeue:
         return False, f"submit it again to resume: {'; '.join(refusals)}"
 
     def _requeue(self, lost: Sequence[str]) -> str:
-        slurm_command(["scontrol", "requeue", self._job_id])
+        try:
+            slurm_command(["scontrol", "requeue", self._job_id])
+        except CommandKilled as killed:
+            # By what it asked for: a requeue ends every process of the job, this command's too.
+            return f"job {self._job_id} is requeued ({killed})"
         return f"job {self._job_id} is requeued"
 
     def _queue(self, lost: Sequence[str]) -> str:

@@ -293,10 +293,15 @@ def _expand(node_list: str) -> list[str]:
     return slurm_command(["scontrol", "show", "hostnames", node_list]).split()
 
 
+class CommandKilled(ComponentError):
+    """A command of Slurm's was killed, and may have done its work."""
+
+
 def slurm_command(command: list[str]) -> str:
     """Run a command of Slurm's.
 
     Raises:
+        CommandKilled: a signal ended it.
         ComponentError: it failed or did not answer; the message has what it said.
     """
     try:
@@ -310,6 +315,9 @@ def slurm_command(command: list[str]) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ComponentError(f"{shlex.join(command)}: {error}") from error
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        raise CommandKilled(f"{shlex.join(command)}: was killed by {name}")
     if done.returncode != 0:
         raise ComponentError(f"{shlex.join(command)}: {done.stderr.strip()}")
     return done.stdout

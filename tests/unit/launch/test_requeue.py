@@ -24,7 +24,7 @@ from hpc_rlhf.launch.requeue import (
     is_wanted,
     progress,
 )
-from hpc_rlhf.launch.srun import JobRecord
+from hpc_rlhf.launch.srun import CommandKilled, JobRecord
 from hpc_rlhf.rollout import spill
 from hpc_rlhf.run_dir import Attempt
 from hpc_rlhf.types import Completion, FinishReason, Prompt, Rollout, VersionSpan
@@ -176,6 +176,8 @@ def slurm_said(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append(command)
         if "refused" in command:
             raise ComponentError("Requested operation is presently disabled")
+        if "killed" in command:
+            raise CommandKilled("was killed by SIGTERM")
         return ""
 
     monkeypatch.setattr(requeue, "slurm_command", run)
@@ -194,6 +196,13 @@ def test_self_requeue(
 
     assert SelfRequeue("12", queue_again).go_on() == (True, "job 12 is requeued")
     assert slurm_said.pop() == ["scontrol", "requeue", "12"]
+    assert asked == []
+
+    # by the requeue itself, which had begun: no second job
+    assert SelfRequeue("killed", queue_again).go_on() == (
+        True,
+        "job killed is requeued (was killed by SIGTERM)",
+    )
     assert asked == []
 
     attempt = begin(plan)

@@ -11,6 +11,7 @@ from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch import srun
 from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan, Resources
 from hpc_rlhf.launch.srun import (
+    CommandKilled,
     JobRecord,
     SrunStep,
     allocation_end,
@@ -18,6 +19,7 @@ from hpc_rlhf.launch.srun import (
     component_nodes,
     parse_job,
     parse_srun,
+    slurm_command,
     srun_options,
     step_environment,
 )
@@ -241,3 +243,8 @@ def test_end_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocation_end(before_23_02, 0.0) == 1795972685
     monkeypatch.undo()
     time.tzset()
+
+
+def test_a_command_that_was_killed_may_have_done_its_work() -> None:
+    with pytest.raises(CommandKilled, match="was killed by SIGTERM"):
+        slurm_command(["sh", "-c", "kill -TERM $$"])
