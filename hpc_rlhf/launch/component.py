@@ -5,6 +5,7 @@ by the supervisor under its :class:`~hpc_rlhf.launch.supervisor.StepLauncher`.
 """
 
 import argparse
+import errno
 import faulthandler
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import NoReturn
 from hpc_rlhf import compose
 from hpc_rlhf.cluster.world import World
 from hpc_rlhf.errors import ExitCode, UserError
-from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.fs import publish_json, read_json, write_failure
 from hpc_rlhf.launch.job_plan import LEARNER, SAMPLER, JobPlan
 from hpc_rlhf.observe.startup import IMPORTS, StartUp, importing
 from hpc_rlhf.observe.timeline import Timeline
@@ -123,11 +124,18 @@ def _record_failure(
             "node": world.node,
             "step": step,
             "phase": phase,
-            "error": f"{type(error).__name__}: {error}",
+            "error": f"{type(error).__name__}: {_explain(error, attempt)}",
             "traceback": "".join(traceback.format_exception(error)),
             "time": time.time(),
         },
     )
+
+
+def _explain(error: BaseException, attempt: Attempt) -> str:
+    """What an error says; of a filesystem that takes no more, where and what to do."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return write_failure(error, attempt.path)
+    return str(error)
 
 
 if __name__ == "__main__":
