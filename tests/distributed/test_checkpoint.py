@@ -7,7 +7,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from tests.distributed.learner_fixtures import (
     whole_tensors,
 )
 from tests.distributed.ranks import RankError, run_ranks
+from tests.small_disk import mounted
 
 pytestmark = pytest.mark.distributed
 
@@ -588,11 +588,8 @@ def test_killed_while_it_is_written_the_one_before_is_the_newest(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem with room for one checkpoint and a part of the next."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with mounted(tmp_path / "disk", 8) as disk:
+        yield disk
 
 
 def test_a_full_disk_ends_the_run_with_what_to_do_and_keeps_the_last_checkpoint(

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from hpc_rlhf.data.tiny import make_tiny_model
 from hpc_rlhf.fs import read_json
 from tests.e2e_driver import Command
 from tests.launch_driver import wait_until
+from tests.small_disk import mounted
 from tests.sums import write_demonstrations
 
 pytestmark = pytest.mark.distributed
@@ -24,11 +24,8 @@ PATIENCE_S = 20  # more than two busy cores let one rank start behind the other
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 16 MiB; a checkpoint of the run below has 2."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with mounted(tmp_path / "disk", 16) as disk:
+        yield disk
 
 
 def test_a_rank_that_hangs_and_a_full_disk_end_the_attempt_by_name(
