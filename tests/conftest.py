@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,9 @@ class TimeLimit:
 # -------------------------------------------------------------------------------------------- Slurm
 
 
+NODES = range(1, 5)
+
+
 @dataclass(frozen=True)
 class SlurmSandbox:
     """tools/slurm_sandbox, whose state is in ``directory``."""
@@ -177,6 +181,47 @@ class SlurmSandbox:
         return subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=timeout_s
         )
+
+    def node_states(self) -> set[str]:
+        states = ["sinfo", "--noheader", "--Node", "--format=%t"]
+        return set(subprocess.check_output(states, text=True).split())
+
+    @staticmethod
+    def update_node(node: int, state: str) -> None:
+        """Fails where the node is in that state, or in a better one as it registered meanwhile."""
+        update = ["scontrol", "update", f"nodename=node{node}", f"state={state}", "reason=test"]
+        subprocess.run(update, check=False, capture_output=True)
+
+    def is_free(self, timeout_s: float) -> bool:
+        """Wait until nothing runs on any node, and every one could be used."""
+        until = time.monotonic() + timeout_s
+        while self.node_states() != {"idle"}:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def restore(self) -> None:
+        """Cancel all jobs, and bring back the nodes that a test killed, cut off or left full.
+
+        Raises:
+            AssertionError: a node cannot be used again within two minutes.
+        """
+        subprocess.run(["scancel", "--me"], check=True)
+        # A node that is booted before Slurm took it for down keeps the job that was on it
+        # COMPLETING, for minutes: Slurm was told of no end. Down once, it is rid of it.
+        for node in NODES:
+            self.update_node(node, "down")
+        for node in NODES:
+            self.update_node(node, "resume")
+            self.try_command("heal-node", node)  # fails where the node is dead
+            self("start-node", node)
+        for _ in range(10):
+            if self.is_free(timeout_s=6):
+                return
+            for node in NODES:
+                self.update_node(node, "resume")
+        raise AssertionError(f"the nodes of the sandbox are {self.node_states()}, not idle")
 
 
 @pytest.fixture(scope="session")

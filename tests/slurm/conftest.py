@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SlurmSandbox
 from tests.launch_driver import Driver, wait_until
+
+
+@pytest.fixture(autouse=True)
+def free_cluster(slurm_cluster: SlurmSandbox) -> None:
+    """What a failed test left on the nodes, or a node that it left dead, fails no other test."""
+    if not slurm_cluster.is_free(timeout_s=15):
+        slurm_cluster.restore()
 
 
 @pytest.fixture

@@ -30,20 +30,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 def sandbox(slurm_cluster: SlurmSandbox) -> Iterator[SlurmSandbox]:
     """The cluster, with all nodes up, connected and free again afterwards."""
     yield slurm_cluster
-    # A node that is booted before Slurm took it for down keeps the job that was on it COMPLETING,
-    # for minutes: Slurm was told of no end. Down once, it is rid of it.
-    for state in ("down", "resume"):
-        update = ["scontrol", "update", "nodename=node[1-4]", f"state={state}", "reason=test"]
-        subprocess.run(update, check=True)
-    for node in range(1, 5):
-        slurm_cluster.try_command("heal-node", node)
-    slurm_cluster("up")
-    states = ["sinfo", "--noheader", "--Node", "--format=%t"]
-    wait_until(
-        lambda: set(subprocess.check_output(states, text=True).split()) == {"idle"},
-        "idle nodes",
-        60,
-    )
+    slurm_cluster.restore()
 
 
 @pytest.fixture
