@@ -17,7 +17,7 @@ from hpc_rlhf import __version__
 from hpc_rlhf.errors import ComponentError, ExitCode, UserError
 
 if TYPE_CHECKING:
-    from hpc_rlhf.config import Config
+    from hpc_rlhf.chain import Link
 
 OVERRIDES_HELP = """\
 OVERRIDES are Hydra's: group choices (experiment=quickstart cluster=slurm algorithm=rloo) and
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         description="RLHF post-training on Slurm: Megatron-core learners, vLLM samplers.",
         epilog=f"{EXIT_CODES}\n\nexamples:\n"
         "  hpc-rlhf run experiment=quickstart                   the whole loop on this machine\n"
+        "  hpc-rlhf run experiment=quickstart_ppo               SFT, reward model and PPO, in order\n"
         "  hpc-rlhf submit experiment=quickstart cluster=slurm  the same as a heterogeneous job\n"
         "  hpc-rlhf status quickstart-local                     what a run is doing\n"
         "  hpc-rlhf verify quickstart-local                     is all of it still whole",
@@ -82,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         "  hpc-rlhf run experiment=quickstart run.name=demo\n"
         "  hpc-rlhf run experiment=gsm8k model.path=DIR data.prompts=gsm8k.jsonl\n"
         "  srun and sbatch scripts: see slurm/online_het.sbatch\n\n"
-        "Running the same command again resumes an interrupted run from its last checkpoint.",
+        "Running the same command again resumes an interrupted run from its last checkpoint. Of a\n"
+        "chain (experiment=quickstart_ppo), links that are complete are passed over; a field of one\n"
+        "link is chain.LINK.FIELD, as in chain.ppo.run.steps=80.",
     )
     submit = _add_composed(
         commands,
@@ -90,11 +93,14 @@ def _parser() -> argparse.ArgumentParser:
         _submit,
         "check everything, queue it with Slurm, and return",
         "  hpc-rlhf submit experiment=quickstart cluster=slurm\n"
+        "  hpc-rlhf submit experiment=quickstart_ppo cluster=slurm  (three jobs, each after the last)\n"
         "  hpc-rlhf submit --dry-run experiment=quickstart cluster=slurm_steps\n"
         "  hpc-rlhf submit --script experiment=quickstart cluster=slurm > my.sbatch",
     )
     submit.add_argument(
-        "--dry-run", action="store_true", help="print the job script, queue nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the job script (of a chain: all), queue nothing",
     )
     submit.add_argument(
         "--script",
@@ -141,80 +147,117 @@ def _add_of_run(commands, name, command, text, description=None) -> None:  # typ
     parser.set_defaults(command=command)
 
 
-def _composed(arguments: argparse.Namespace) -> "Config | None":
-    """The checked configuration, None when it was only to be printed."""
+def _composed(arguments: argparse.Namespace) -> "tuple[Link, ...] | None":
+    """The checked configurations of a run, or of a chain's runs; None when they were only printed."""
     from hpc_rlhf import compose
+    from hpc_rlhf.chain import before_the_chain, compose_links
     from hpc_rlhf.planner import preflight
     from hpc_rlhf.runs import check_resume
 
-    config = compose.compose(arguments.overrides, config_directory=arguments.config_dir)
+    links = compose_links(arguments.overrides, config_directory=arguments.config_dir)
     if arguments.cfg:
-        print(compose.to_yaml(config), end="")
+        documents = [
+            f"# {link.name}\n" * bool(link.name) + compose.to_yaml(link.config) for link in links
+        ]
+        print("---\n".join(documents), end="")
         return None
-    preflight.check_settings(config)
-    check_resume(config)
-    if config.assets:
-        from hpc_rlhf.data import quickstart
+    for link in links:
+        preflight.check_settings(link.config)
+        check_resume(link.config)
+        if link.config.assets:
+            from hpc_rlhf.data import quickstart
 
-        quickstart.prepare(config.assets)
-    preflight.check(config)
-    return config
+            quickstart.prepare(link.config.assets)
+    for now in before_the_chain(links):
+        preflight.check(now.config, reward_model_to_come=now.reward_model_to_come)
+    return links
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from hpc_rlhf.launch.claim import check_free
-    from hpc_rlhf.launch.foreground import check_launcher, run_here
-    from hpc_rlhf.runs import open_run, run_directory
+    from hpc_rlhf.launch.foreground import check_launcher, run_chain, run_here
+    from hpc_rlhf.runs import open_run
 
-    config = _composed(arguments)
-    if config is None:
+    links = _composed(arguments)
+    if links is None:
         return ExitCode.DONE
-    check_launcher(config)
-    check_free(run_directory(config))
-    return run_here(config, open_run(config))
+    for link in links:
+        check_launcher(link.config, in_chain=len(links) > 1)
+        check_free(link.run)
+    if len(links) > 1:
+        return run_chain(links)
+    return run_here(links[0].config, open_run(links[0].config))
 
 
 def _submit(arguments: argparse.Namespace) -> int:
     from hpc_rlhf.compose import with_absolute_paths
     from hpc_rlhf.config import Launcher
     from hpc_rlhf.launch import slurm
-    from hpc_rlhf.launch.claim import check_free
+    from hpc_rlhf.launch.foreground import show_outcome
     from hpc_rlhf.launch.job_plan import plan_job
     from hpc_rlhf.launch.sbatch import render_script
-    from hpc_rlhf.runs import open_run, run_directory
 
-    config = _composed(arguments)
-    if config is None:
+    links = _composed(arguments)
+    if links is None:
         return ExitCode.DONE
-    if config.cluster.launcher is not Launcher.SLURM:
-        raise UserError(
-            f"cluster.launcher={config.cluster.launcher}: submit needs Slurm; "
-            "choose cluster=slurm or cluster=slurm_steps, or use `hpc-rlhf run`"
-        )
-    plan = plan_job(config, run_directory(config).path)
+    for link in links:
+        if link.config.cluster.launcher is not Launcher.SLURM:
+            raise UserError(
+                f"cluster.launcher={link.config.cluster.launcher}: submit needs Slurm; "
+                "choose cluster=slurm or cluster=slurm_steps, or use `hpc-rlhf run`"
+            )
+    plans = [plan_job(link.config, link.run.path) for link in links]
     if arguments.script:
+        if len(plans) > 1:
+            raise UserError(
+                "--script: a chain is one job for each of its links; `hpc-rlhf submit` queues them, and "
+                "--dry-run prints their scripts"
+            )
         command = ["hpc-rlhf", "run", *with_absolute_paths(arguments.overrides)]
         if arguments.config_dir is not None:
             command += ["--config-dir", str(arguments.config_dir.absolute())]
-        print(render_script(plan, command), end="")
+        print(render_script(plans[0], command), end="")
         return ExitCode.DONE
     if arguments.dry_run:
-        print(slurm.job_script(plan), end="")
+        names = [link.name for link in links]
+        print(slurm.job_scripts(plans, names) if names[0] else slurm.job_script(plans[0]), end="")
         return ExitCode.DONE
-    if plan.run.complete.exists():
-        print(f"{plan.run_dir} is complete; nothing was queued")
-        return ExitCode.DONE
-    check_free(plan.run)
-    is_new = not plan.run_dir.exists()
-    open_run(config)
-    try:
-        job = slurm.submit(plan)
-    except UserError:
-        if is_new:  # exit code 2: nothing queued, nothing written
-            shutil.rmtree(plan.run_dir)
-        raise
-    print(f"submitted job {job.job_id}; follow it with: hpc-rlhf status {plan.run_dir}")
+    for plan in plans:
+        if plan.run.complete.exists():
+            print(f"{plan.run_dir} is complete; nothing was queued")
+    waiting = [link for link in links if not link.run.complete.exists()]
+    if waiting:
+        _queue(waiting, in_chain=len(links) > 1)
+    elif len(links) > 1:
+        show_outcome(links)
     return ExitCode.DONE
+
+
+def _queue(links: "Sequence[Link]", *, in_chain: bool) -> None:
+    """Queue the jobs of runs that are not complete, all of them or none."""
+    from hpc_rlhf.launch import slurm
+    from hpc_rlhf.launch.claim import check_free
+    from hpc_rlhf.launch.job_plan import plan_job
+    from hpc_rlhf.launch.status import check_not_queued
+    from hpc_rlhf.runs import open_run
+
+    for link in links:
+        check_free(link.run)
+        if in_chain:
+            check_not_queued(link.run)
+    new = [link.run.path for link in links if not link.run.path.exists()]
+    for link in links:
+        open_run(link.config)
+    plans = [plan_job(link.config, link.run.path) for link in links]
+    try:
+        jobs = slurm.submit_chain(plans)
+    except UserError:
+        for path in new:  # exit code 2: nothing queued, nothing written
+            shutil.rmtree(path)
+        raise
+    for link, job in zip(links, jobs, strict=True):
+        what = f"{link.name}: " if link.name else ""
+        print(f"{what}submitted job {job.job_id}; follow it with: hpc-rlhf status {link.run.path}")
 
 
 def _status(arguments: argparse.Namespace) -> int:

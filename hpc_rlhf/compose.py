@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import hpc_rlhf
@@ -49,6 +49,32 @@ def compose(overrides: Sequence[str], *, config_directory: Path | None = None) -
     Raises:
         UserError: an unknown key, group or option, a value of the wrong type, a missing value.
     """
+    node = _compose_node(overrides, config_directory)
+    try:
+        config = _to_config(node)
+    except OmegaConfBaseException as error:
+        raise UserError(_explain(error, overrides)) from error
+    _make_paths_absolute(config)
+    return config
+
+
+def compose_section(
+    overrides: Sequence[str], section: str, *, config_directory: Path | None = None
+) -> Any:
+    """One part of a configuration as plain data; the others may lack values still.
+
+    Raises:
+        UserError: see :func:`compose`.
+    """
+    node = _compose_node(overrides, config_directory)
+    try:
+        value = OmegaConf.select(node, section, throw_on_missing=True)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        raise UserError(_explain(error, overrides)) from error
+
+
+def _compose_node(overrides: Sequence[str], config_directory: Path | None) -> DictConfig:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -63,12 +89,9 @@ def compose(overrides: Sequence[str], *, config_directory: Path | None = None) -
     checked = _checked_overrides(overrides, config_directory)
     try:
         with initialize_config_dir(str(CONFIG_DIRECTORY), version_base="1.3"):
-            node = hydra_compose("config", overrides=[*checked, *searchpath])
-        config = _to_config(node)
+            return hydra_compose("config", overrides=[*checked, *searchpath])
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, overrides)) from error
-    _make_paths_absolute(config)
-    return config
 
 
 def _checked_overrides(overrides: Sequence[str], config_directory: Path | None) -> list[str]:

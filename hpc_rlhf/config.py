@@ -468,3 +468,5 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     # quickstart only: what to generate, see data/quickstart.py; empty: nothing
     assets: dict[str, Any] = field(default_factory=dict)
+    # link -> what differs in its run, by field, in the order of the runs; see chain.py. Empty in a run
+    chain: dict[str, Any] = field(default_factory=dict)

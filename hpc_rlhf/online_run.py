@@ -415,7 +415,7 @@ class OnlineRun:
 
     def complete(self) -> None:
         """Export the policy as a Hugging Face directory and mark the run complete."""
-        target = self.directory.path / "policy"
+        target = self.directory.policy
         export_hf(self.trainer.model, self.source, target)
         self.saving.manager.wait()
         if self.control.is_coordinator:

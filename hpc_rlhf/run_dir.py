@@ -123,6 +123,20 @@ class RunDir:
         """The policy after supervised warm-up, a Hugging Face directory (absent without warm-up)."""
         return self.path / "warmup"
 
+    @property
+    def policy(self) -> Path:
+        """What a complete run learned, a Hugging Face directory; of a reward model, the next."""
+        return self.path / "policy"
+
+    @property
+    def reward_model(self) -> Path:
+        return self.path / "reward_model"
+
+    @property
+    def next_job(self) -> Path:
+        """The job of the chain's next run, which begins when this run is complete."""
+        return self.path / "next_job.json"
+
     def engine_cache(self, replica: int) -> Path:
         """What a sampler's engine compiled and found out of the model: for its next start."""
         return self.path / "cache" / f"sampler-{replica}"

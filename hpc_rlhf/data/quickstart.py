@@ -4,6 +4,9 @@ Prompts are ``3+5=``, the answer is ``8``. The demonstrations that the warm-up i
 only a fraction of cases and otherwise any number that a sum could be. A policy that imitates them
 well is right about as often; reinforcement learning against the verifier must do the rest. How
 often the demonstrator is right, not how long the warm-up is, sets where online training begins.
+
+Pairs, for reward models, are of the right answer and a wrong one; no pair is both learned from and
+held out.
 """
 
 import json
@@ -18,7 +21,9 @@ from hpc_rlhf.errors import UserError
 from hpc_rlhf.fs import publish_directory, publish_json, read_json
 
 MODEL, PROMPTS, DEMONSTRATIONS = "model", "prompts.jsonl", "demonstrations.jsonl"
+PAIRS, HELD_OUT = "pairs.jsonl", "held_out.jsonl"
 _SPECIFICATION = "assets.json"
+_OF_PAIRS = ("pairs", "held_out_pairs", "wrong_labels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +39,25 @@ class QuickstartAssets:
     layers: int = 2  # two pipeline stages at most
     heads: int = 4  # of 32 dimensions, the least that the CPU engine runs
     init_std: float = 0.1  # larger than usual: a tiny model learns sums in far fewer steps
+    pairs: int = 0  # to train a reward model on; of the 2 * largest wrong answers to each prompt
+    held_out_pairs: int = 0
+    wrong_labels: float = (
+        0.0  # fraction of the pairs, but not of those held out, with the wrong one chosen
+    )
 
     def __post_init__(self) -> None:
         if self.largest < 1 or self.demonstrations < 1:
             raise UserError("assets.largest and assets.demonstrations must be at least 1")
         if not 0 < self.correct_fraction <= 1:
             raise UserError(f"assets.correct_fraction={self.correct_fraction}: expected (0, 1]")
+        there_are = (self.largest + 1) ** 2 * 2 * self.largest
+        if min(self.pairs, self.held_out_pairs) < 0 or self.pairs + self.held_out_pairs > there_are:
+            raise UserError(
+                f"assets.pairs={self.pairs} and assets.held_out_pairs={self.held_out_pairs}: there are "
+                f"{there_are} with assets.largest={self.largest}"
+            )
+        if not 0 <= self.wrong_labels < 0.5:
+            raise UserError(f"assets.wrong_labels={self.wrong_labels}: expected [0, 0.5)")
 
 
 def prepare(assets: Mapping[str, Any]) -> Path:
@@ -49,7 +67,8 @@ def prepare(assets: Mapping[str, Any]) -> Path:
     prepare it at the same time.
 
     Returns:
-        The directory that holds :data:`MODEL`, :data:`PROMPTS` and :data:`DEMONSTRATIONS`.
+        The directory that holds :data:`MODEL`, :data:`PROMPTS`, :data:`DEMONSTRATIONS`, and
+        :data:`PAIRS` and :data:`HELD_OUT` where they are asked for.
 
     Raises:
         UserError: an unknown setting, or the directory was made from other settings.
@@ -78,7 +97,10 @@ def prepare(assets: Mapping[str, Any]) -> Path:
 
 def _specification(assets: QuickstartAssets) -> dict[str, Any]:
     """The settings that the content depends on."""
-    return {key: value for key, value in asdict(assets).items() if key != "directory"}
+    of_pairs = (
+        () if assets.pairs or assets.held_out_pairs else _OF_PAIRS
+    )  # as before there were any
+    return {k: v for k, v in asdict(assets).items() if k not in ("directory", *of_pairs)}
 
 
 def _write(directory: Path, assets: QuickstartAssets) -> None:
@@ -97,6 +119,10 @@ def _write(directory: Path, assets: QuickstartAssets) -> None:
     rng = random.Random(assets.seed)
     demonstrations = [_demonstration(rng, assets) for _ in range(assets.demonstrations)]
     _write_jsonl(directory / DEMONSTRATIONS, demonstrations)
+    pairs, held_out = _pairs(assets)
+    for name, records in ((PAIRS, pairs), (HELD_OUT, held_out)):
+        if records:
+            _write_jsonl(directory / name, records)
     publish_json(directory / _SPECIFICATION, _specification(assets))
 
 
@@ -105,6 +131,23 @@ def _demonstration(rng: random.Random, assets: QuickstartAssets) -> dict[str, st
     right = rng.random() < assets.correct_fraction
     given = a + b if right else rng.randint(0, 2 * assets.largest)
     return {"prompt": f"{a}+{b}=", "completion": str(given)}
+
+
+def _pairs(assets: QuickstartAssets) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Pairs to learn from and pairs held out, drawn without repetition."""
+    numbers, answers = range(assets.largest + 1), range(2 * assets.largest + 1)
+    every = [(a, b, wrong) for a in numbers for b in numbers for wrong in answers if wrong != a + b]
+    rng = random.Random(f"pairs of {assets.seed}")
+    drawn = rng.sample(every, assets.pairs + assets.held_out_pairs)
+    pairs = [_pair(*one) for one in drawn]
+    learned, held_out = pairs[: assets.pairs], pairs[assets.pairs :]
+    for pair in rng.sample(learned, round(assets.wrong_labels * len(learned))):
+        pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
+    return learned, held_out
+
+
+def _pair(a: int, b: int, wrong: int) -> dict[str, str]:
+    return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
 
 
 def _write_jsonl(path: Path, records: list[dict[str, str]]) -> None:

@@ -185,11 +185,36 @@ def continuation(
     job_id = environ.get("SLURM_JOB_ID")
     if job_id is None or plan.requeue is Requeue.NONE:
         return ByHand(plan)
+    following = NextJob(plan.run)
     return (
-        SelfRequeue(job_id, queue_again)
+        SelfRequeue(job_id, queue_again, following)
         if plan.requeue is Requeue.REQUEUE
-        else Successor(job_id, queue_again)
+        else Successor(job_id, queue_again, following)
     )
+
+
+class NextJob:
+    """The job of a chain's next run, which Slurm lets begin when a job of this run ends with exit code 0.
+
+    Where this run goes on in a job of another id, it has to wait for that one: the end of the old job
+    would cancel it.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+
+    def wait_for(self, job_id: str) -> str:
+        """Let it begin after ``job_id``; returns what was done, as the end of a line of the log."""
+        if not self._run.next_job.exists():
+            return ""
+        waiting = read_json(self._run.next_job)["job_id"]
+        try:
+            slurm_command(
+                ["scontrol", "update", f"JobId={waiting}", f"Dependency=afterok:{job_id}"]
+            )
+        except ComponentError as error:
+            return f"; the chain's next job {waiting} does not wait for it ({error})"
+        return f"; the chain's next job {waiting} waits for it"
 
 
 class ByHand:
@@ -216,9 +241,10 @@ class SelfRequeue:
     any more ("node offset invalid").
     """
 
-    def __init__(self, job_id: str, queue_again: QueueAgain) -> None:
+    def __init__(self, job_id: str, queue_again: QueueAgain, following: NextJob) -> None:
         self._job_id = job_id
         self._queue_again = queue_again
+        self._following = following
         self._attempt: Attempt | None = None
 
     def begin(self, attempt: Attempt) -> str | None:
@@ -255,7 +281,8 @@ class SelfRequeue:
         queued = self._queue_again(f"afterany:{self._job_id}", lost)
         _record_successor(self._attempt, queued, self._job_id)
         without = f", without {', '.join(lost)}" if lost else ""
-        return f"job {queued} is queued in the place of job {self._job_id}{without}"
+        how = f"job {queued} is queued in the place of job {self._job_id}{without}"
+        return how + self._following.wait_for(queued)
 
     def stop(self) -> str | None:
         return None
@@ -273,9 +300,10 @@ def is_wanted(job: JobRecord) -> bool:
 class Successor:
     """The same job is queued when an attempt begins, to start when this one's job is over."""
 
-    def __init__(self, job_id: str, queue_again: QueueAgain) -> None:
+    def __init__(self, job_id: str, queue_again: QueueAgain, following: NextJob) -> None:
         self._job_id = job_id
         self._queue_again = queue_again
+        self._following = following
         self._queued: str | None = None
 
     def begin(self, attempt: Attempt) -> str | None:
@@ -284,7 +312,8 @@ class Successor:
         except (UserError, ComponentError) as error:
             return f"no successor was queued, the run will not go on by itself: {error}"
         _record_successor(attempt, self._queued, self._job_id)
-        return f"job {self._queued} is queued to succeed this one"
+        how = f"job {self._queued} is queued to succeed this one"
+        return how + self._following.wait_for(self._queued)
 
     def go_on(self, lost: Sequence[str] = ()) -> tuple[bool, str]:
         if self._queued is None:
@@ -302,11 +331,12 @@ class Successor:
     def stop(self) -> str | None:
         if self._queued is None:
             return None
+        moved = self._following.wait_for(self._job_id)  # before what it waits for is cancelled
         try:
             slurm_command(["scancel", self._queued])
         except ComponentError as error:
-            return f"the successor is still queued, cancel it by hand: {error}"
-        return f"the successor, job {self._queued}, is cancelled"
+            return f"the successor is still queued, cancel it by hand: {error}{moved}"
+        return f"the successor, job {self._queued}, is cancelled{moved}"
 
 
 def _record_successor(attempt: Attempt, queued: str, after: str) -> None:

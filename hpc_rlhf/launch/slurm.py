@@ -24,7 +24,7 @@ from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch.job_plan import JobPlan
 from hpc_rlhf.launch.requeue import exclude_nodes, outside_of_job
 from hpc_rlhf.launch.sbatch import render_script
-from hpc_rlhf.launch.srun import SlurmStepLauncher, queue_states
+from hpc_rlhf.launch.srun import SlurmStepLauncher, queue_states, slurm_command
 from hpc_rlhf.launch.supervisor import work_on
 from hpc_rlhf.run_dir import RunDir
 
@@ -61,7 +61,9 @@ class SupervisedAttempt:
                 self.plan,
                 SlurmStepLauncher,
                 flag,
-                lambda dependency, without: str(_queue(self.plan, dependency, without).job_id),
+                lambda dependency, without: str(
+                    _queue(self.plan, (f"--dependency={dependency}",), without).job_id
+                ),
             )
         except UserError as error:
             print(f"hpc-rlhf: {error}", file=sys.stderr)
@@ -108,16 +110,17 @@ class HetSlurmExecutor(submitit_slurm.SlurmExecutor):
         self,
         folder: Path,
         plan: JobPlan,
-        dependency: str | None = None,
+        options: Sequence[str] = (),
         without: Sequence[str] = (),
     ) -> None:
         """Args:
+        options: of this submission alone, for sbatch's command line.
         without: nodes that the job is not to get.
         """
         # the countdown of timeouts would end a run that needs many walltimes
         super().__init__(folder, max_num_timeout=2**31, python=shlex.quote(plan.python))
         self.plan = plan
-        self._dependency = dependency
+        self._options = options
         self._without = without
         self.parameters["time"] = plan.time_min
 
@@ -132,8 +135,7 @@ class HetSlurmExecutor(submitit_slurm.SlurmExecutor):
         return exclude_nodes(job_script(self.plan, self.folder), self._without)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        dependency = [f"--dependency={self._dependency}"] if self._dependency else []
-        return [*outside_of_job(os.environ), "sbatch", *dependency, str(submission_file_path)]
+        return [*outside_of_job(os.environ), "sbatch", *self._options, str(submission_file_path)]
 
 
 _LIVE_STATES = {
@@ -204,6 +206,14 @@ def job_script(plan: JobPlan, folder: Path | None = None) -> str:
     )
 
 
+def job_scripts(plans: Sequence[JobPlan], links: Sequence[str]) -> str:
+    """The texts of a chain's job scripts, each below the name of its link and how it is queued."""
+    headings = [f"# {links[0]}\n"]
+    for name, before in zip(links[1:], links, strict=False):
+        headings.append(f"\n# {name}: sbatch {shlex.join(after_ok(f'JOB_OF_{before}'))}\n")
+    return "".join(h + job_script(plan) for h, plan in zip(headings, plans, strict=True))
+
+
 def submission_folder(run: RunDir) -> Path:
     """Submitit's files of all jobs of a run, and ``submitted.json``: the last one queued."""
     return run.path / "submitit"
@@ -216,20 +226,55 @@ def submit(plan: JobPlan) -> submitit.Job[int]:
         UserError: there is no Slurm here, or sbatch refused the job, with its message.
     """
     job = _queue(plan)
-    folder = submission_folder(plan.run)
-    publish_json(folder / "submitted.json", {"job_id": job.job_id, "time": time.time()})
+    _record_submission(plan, job)
     return job
 
 
+def submit_chain(plans: Sequence[JobPlan]) -> list[submitit.Job[int]]:
+    """Queue the jobs of dependent runs, each to begin when the one before has completed its run.
+
+    All of them or none: the first of several is held until the last is queued.
+
+    Raises:
+        UserError: see :func:`submit`; those that were queued by then are cancelled.
+        ComponentError: the first one could not be released, which the user has to do then.
+    """
+    jobs: list[submitit.Job[int]] = []
+    try:
+        for plan in plans:
+            options = after_ok(jobs[-1].job_id) if jobs else ("--hold",) if len(plans) > 1 else ()
+            jobs.append(_queue(plan, options))
+            _record_submission(plan, jobs[-1])
+    except UserError:
+        if jobs:
+            slurm_command(["scancel", *(job.job_id for job in jobs)])
+        raise
+    for plan, following in zip(plans, jobs[1:], strict=False):
+        publish_json(plan.run.next_job, {"job_id": following.job_id, "time": time.time()})
+    if len(jobs) > 1:
+        slurm_command(["scontrol", "release", jobs[0].job_id])
+    return jobs
+
+
+def after_ok(job: str) -> tuple[str, ...]:
+    """Options of a job that needs what ``job`` makes: it is cancelled when that fails."""
+    return (f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes")
+
+
+def _record_submission(plan: JobPlan, job: submitit.Job[int]) -> None:
+    folder = submission_folder(plan.run)
+    publish_json(folder / "submitted.json", {"job_id": job.job_id, "time": time.time()})
+
+
 def _queue(
-    plan: JobPlan, dependency: str | None = None, without: Sequence[str] = ()
+    plan: JobPlan, options: Sequence[str] = (), without: Sequence[str] = ()
 ) -> submitit.Job[int]:
     if shutil.which("sbatch") is None:
         raise UserError(
             "sbatch is not on the PATH: submit from a login node of a Slurm cluster, or use "
             "cluster.launcher=local"
         )
-    executor = HetSlurmExecutor(submission_folder(plan.run), plan, dependency, without)
+    executor = HetSlurmExecutor(submission_folder(plan.run), plan, options, without)
     try:
         return executor.submit(SupervisedAttempt(plan))
     except FailedJobError as error:

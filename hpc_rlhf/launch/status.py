@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rlhf.cluster.world import LOCAL_JOB
-from hpc_rlhf.errors import ExitCode
+from hpc_rlhf.errors import ExitCode, UserError
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch.diagnosis import read_progress
 from hpc_rlhf.launch.srun import JobLine, accounted_lines, queue_lines
@@ -76,6 +76,20 @@ def describe_run(run: RunDir) -> RunStatus:
         reason = f"job {job_id} left the queue before it began an attempt"
         return replace(status, state=RunState.FAILED, job_id=job_id, reason=reason)
     return status
+
+
+def check_not_queued(run: RunDir) -> None:
+    """Refuse to queue a second job for a run.
+
+    Raises:
+        UserError: names the job that there is.
+    """
+    status = describe_run(run)
+    if status.state in (RunState.QUEUED, RunState.RUNNING):
+        raise UserError(
+            f"{run.path}: job {status.job_id} is {status.state} for it; wait for it, or cancel it first "
+            f"(`scancel {status.job_id}`)"
+        )
 
 
 def _describe_attempt(attempt: Attempt) -> RunStatus:

@@ -240,9 +240,9 @@ def summary(run: RunDir) -> Table | Text:
     table.add_row("attempts", str(len(run.attempt_numbers())))
     if any("score/std" in record for record in records):
         table.add_row("scores", _SCALE_NOTE)
-    for result in ("policy", "reward_model"):
-        if (run.path / result).is_dir():
-            table.add_row(result.replace("_", " "), str(run.path / result))
+    for result in (run.policy, run.reward_model):
+        if result.is_dir():
+            table.add_row(result.name.replace("_", " "), str(result))
     table.add_row("metrics", f"{run.metrics / METRICS_FILE}\ntensorboard --logdir {run.metrics}")
     return table
 

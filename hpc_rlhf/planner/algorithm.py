@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_settings(config: Config) -> None:
-    """Check the values that say how the online stage learns; reads no file but for directories.
+    """Check the values that say how the online stage learns; reads no file.
 
     Raises:
         UserError: the first setting that cannot work.
@@ -58,12 +58,8 @@ def _check_kl(config: Config) -> None:
             "algorithm.kl.target: an adaptive coefficient is multiplied, so that "
             "algorithm.kl.coef=0 stays 0; give it a coefficient to start from"
         )
-    if config.model.reference is not None:
-        reference = Path(config.model.reference)
-        if not reference.is_dir():
-            raise UserError(f"model.reference={reference}: no such directory")
-        if kl.coef == 0:
-            raise UserError("model.reference is given, but algorithm.kl.coef=0 holds no reference")
+    if config.model.reference is not None and kl.coef == 0:
+        raise UserError("model.reference is given, but algorithm.kl.coef=0 holds no reference")
 
 
 def _check_off_policy(off_policy: OffPolicyConfig) -> None:
@@ -105,8 +101,6 @@ def _check_critic(config: Config) -> None:
         )
     if critic.kind is CriticKind.SHARED:
         _check_shared_critic(critic, config)
-    if critic.path is not None and not Path(critic.path).is_dir():
-        raise UserError(f"critic.path={critic.path}: no such directory")
 
 
 def _check_shared_critic(critic: CriticConfig, config: Config) -> None:
@@ -128,20 +122,40 @@ def _check_reward_model(config: Config) -> None:
     if reward.name is RewardName.MODEL:
         if reward.model is None:
             raise UserError("reward.name=model needs reward.model, a reward model's directory")
-        if not Path(reward.model).is_dir():
-            raise UserError(f"reward.model={reward.model}: no such directory")
     elif reward.model is not None or reward.retokenize:
         raise UserError(
             f"reward.model and reward.retokenize are of reward.name=model, and it is {reward.name}"
         )
 
 
-def check_models(config: Config, spec: HfModelSpec, tokenizer: "PreTrainedTokenizerBase") -> None:
+def check_directories(config: Config) -> None:
+    """Check that the other models are there at all, before what takes longer.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name, directory in (
+        ("model.reference", config.model.reference),
+        ("critic.path", config.critic.path),
+        ("reward.model", config.reward.model),
+    ):
+        if directory is not None and not Path(directory).is_dir():
+            raise UserError(f"{name}={directory}: no such directory")
+
+
+def check_models(
+    config: Config,
+    spec: HfModelSpec,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    reward_model_to_come: bool = False,
+) -> None:
     """Check that critic and reward model fit the policy and the learner's layout.
 
     Args:
         spec: the policy's.
         tokenizer: the policy's.
+        reward_model_to_come: ``reward.model`` is what a reward model will be trained from.
 
     Raises:
         UserError: they do not.
@@ -162,13 +176,14 @@ def check_models(config: Config, spec: HfModelSpec, tokenizer: "PreTrainedTokeni
         directory = Path(config.reward.model)
         reward = HfModelSpec.from_directory(directory)
         reward.check_parallel(parallel.tensor, parallel.pipeline)
-        if not reward.is_classifier:
+        if not reward.is_classifier and not reward_model_to_come:
             raise UserError(
                 f"reward.model={directory}: a language model ({reward.source} says so), not a reward "
                 "model; train one with stage=reward_model"
             )
         _check_context(config, "reward.model", reward)
-        check_weights(directory, reward.with_heads(lm=False, score=True))
+        optional = (SCORE_WEIGHT,) if reward_model_to_come else ()
+        check_weights(directory, reward.with_heads(lm=False, score=True), optional=optional)
         if not same_tokens(tokenizer, load_tokenizer(directory)) and not config.reward.retokenize:
             raise UserError(
                 f"reward.model={directory}: its tokenizer or chat template is not that of "

@@ -53,8 +53,11 @@ def check_settings(config: Config) -> None:
         make_rule(config.reward.name.value, config.reward.pattern, None)
 
 
-def check(config: Config) -> None:
+def check(config: Config, *, reward_model_to_come: bool = False) -> None:
     """Check the model, the tokenizer and every record of the data; a few seconds, most of it imports.
+
+    Args:
+        reward_model_to_come: ``reward.model`` is what a reward model will be trained from.
 
     Raises:
         UserError: the first thing that cannot work.
@@ -68,6 +71,7 @@ def check(config: Config) -> None:
     if config.stage.is_offline:
         offline.check_files(config, directory, spec)
         return
+    algorithm.check_directories(config)
     _check_sampled_model(config, spec)
     tokenizer = load_tokenizer(directory)
     check_special_tokens(tokenizer, directory)
@@ -93,7 +97,7 @@ def check(config: Config) -> None:
             f"{directory}: the tokenizer makes token {largest} of {config.data.prompts}, but the "
             f"model's vocabulary has {spec.vocab_size} ({spec.source}); is it another model's?"
         )
-    algorithm.check_models(config, spec, tokenizer)
+    algorithm.check_models(config, spec, tokenizer, reward_model_to_come=reward_model_to_come)
     if config.warmup.steps:
         assert config.warmup.demonstrations is not None
         open_examples(config, config.warmup.demonstrations, tokenizer)

@@ -25,7 +25,7 @@ from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.observe.startup import CHECKPOINT, DATA, GROUPS, LOAD, publish_report
 from hpc_rlhf.observe.timeline import Timeline
 from hpc_rlhf.offline_run import ExampleSet, OfflineCoordinator, OfflineRun
-from hpc_rlhf.run_dir import Attempt
+from hpc_rlhf.run_dir import Attempt, RunDir
 from hpc_rlhf.runs import data_cache, open_examples, pin_data
 from hpc_rlhf.stages.world import (
     LearnerWorld,
@@ -125,7 +125,7 @@ def _build(
         saving=saving(config, run, attempt, control),
         control=control,
         save_points=points,
-        export=partial(_export, config, trainer, run.path),
+        export=partial(_export, config, trainer, run),
         coordinator=coordinator,
     )
     timeline.part(CHECKPOINT)
@@ -190,12 +190,12 @@ def _with_reference(
     return {name: replace(one, ref_log_probs=found[name]) for name, one in data.items()}
 
 
-def _export(config: Config, trainer: Trainer, run: Path) -> dict[str, str]:
+def _export(config: Config, trainer: Trainer, run: RunDir) -> dict[str, str]:
     """Write the policy or the reward model as a Hugging Face directory."""
     source = Path(config.model.path)
     if config.stage is not Stage.REWARD_MODEL:
-        export_hf(trainer.model, source, run / "policy")
-        return {"policy": str(run / "policy")}
+        export_hf(trainer.model, source, run.policy)
+        return {"policy": str(run.policy)}
     pad_token = check_pad_token(load_tokenizer(source), source, config.reward_model.pad_token)
-    export_hf(trainer.model, source, run / "reward_model", pad_token=pad_token)
-    return {"reward_model": str(run / "reward_model")}
+    export_hf(trainer.model, source, run.reward_model, pad_token=pad_token)
+    return {"reward_model": str(run.reward_model)}

@@ -59,6 +59,35 @@ def test_scripts_for_sbatch_by_hand_are_what_the_code_renders(
     assert capsys.readouterr().out == text
 
 
+def test_the_scripts_of_a_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them, with what makes each wait; the later links' models are not there yet."""
+    chain = [f"run.root={tmp_path}", "run.name=c", "experiment=quickstart_ppo", "cluster=slurm"]
+    assert main(["submit", "--dry-run", *chain]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line.startswith("# ")] == [
+        "# sft",
+        "# reward_model: sbatch --dependency=afterok:JOB_OF_sft --kill-on-invalid-dep=yes",
+        "# ppo: sbatch --dependency=afterok:JOB_OF_reward_model --kill-on-invalid-dep=yes",
+    ]
+    assert text.count("#!/bin/bash") == 3
+    assert text.count("#SBATCH hetjob") == 1  # PPO alone has samplers
+    names = [line for line in text.splitlines() if "--job-name" in line]
+    assert [name.rpartition("=")[2] for name in names] == ["c-sft", "c-reward_model", "c-ppo"]
+    assert {path.name for path in tmp_path.iterdir()} == {".assets", ".cache"}
+
+    for command, message in (
+        (["submit", "--script", *chain], "a chain is one job for each of its links"),
+        (["run", *chain], "use `hpc-rlhf submit`"),
+        (["submit", *chain, "chain.ppo.critic.warmup_steps=40"], "critic.warmup_steps=40"),
+        (["submit", *chain, "chain.ppo.learner.parallel.tensor=3"], "not divisible by"),
+        (["submit", *chain, "chain.ppo.run.prompts_per_step=101"], "100 usable prompts are fewer"),
+        (["submit", *chain, "chain.ppo.reward.model=/nowhere"], "reward.model=/nowhere: no such"),
+    ):
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {".assets", ".cache"}
+
+
 def test_a_script_may_be_queued_from_another_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

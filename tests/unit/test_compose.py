@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rlhf import compose, schema
+from hpc_rlhf.chain import compose_links
 from hpc_rlhf.config import Het, KlEstimator, Launcher
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.planner.preflight import check_settings
@@ -24,8 +25,9 @@ def test_every_option_composes(option: str) -> None:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_passes_the_checks_on_every_cluster(experiment: str, cluster: str) -> None:
     overrides = [f"experiment={experiment}", f"cluster={cluster}"]
-    paths = [] if experiment == "quickstart" else PATHS[1:]
-    check_settings(compose.compose([*overrides, *paths]))
+    paths = [] if experiment.startswith("quickstart") else PATHS[1:]
+    for link in compose_links([*overrides, *paths]):
+        check_settings(link.config)
 
 
 def test_round_trip_through_the_run_directory(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_every_dictionary_can_be_set_on_the_command_line() -> None:
     free = [name for name, kind in schema.fields().items() if schema.is_free(kind)]
     assert set(free) == {
         *("cluster.extra", "cluster.learner.extra", "cluster.sampler.extra"),
-        *("cluster.environment", "assets"),
+        *("cluster.environment", "assets", "chain"),
     }
     config = compose.compose([*PATHS, *(f"{name}.some_key=1" for name in free)])
     assert config.cluster.sampler.extra == config.assets == {"some_key": 1}

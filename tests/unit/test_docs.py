@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rlhf import compose
+from hpc_rlhf.chain import compose_links
 from hpc_rlhf.cli import _parse
 from hpc_rlhf.planner import preflight
 
@@ -49,7 +49,8 @@ def test_commands_are_accepted(command: str, tmp_path: Path) -> None:
             example = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
             assert example is not None
             (directory / "cluster/mycentre.yaml").write_text(example[1])
-        preflight.check_settings(compose.compose(arguments.overrides, config_directory=directory))
+        for link in compose_links(arguments.overrides, config_directory=directory):
+            preflight.check_settings(link.config)
 
 
 def test_documented_targets_of_make_exist() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpc_rlhf.data.quickstart import DEMONSTRATIONS, MODEL, PROMPTS, prepare
+from hpc_rlhf.data.quickstart import DEMONSTRATIONS, HELD_OUT, MODEL, PAIRS, PROMPTS, prepare
 from hpc_rlhf.errors import UserError
 
 SMALL: dict[str, Any] = {"hidden": 64, "heads": 2, "demonstrations": 500}
@@ -30,6 +30,28 @@ def test_prompts_have_right_answers_and_demonstrations_mostly_wrong_ones(tmp_pat
     # 0.35, and one guess in 19 hits: 0.38; five standard deviations are 0.054
     assert 0.33 < right / len(shown) < 0.44
     assert {record["prompt"] for record in shown} == {record["prompt"] for record in prompts}
+
+
+def test_pairs_are_of_right_and_wrong_and_held_out_ones_are_others(tmp_path: Path) -> None:
+    pairs = {"pairs": 400, "held_out_pairs": 100}
+    directory = prepare({"directory": str(tmp_path / "a"), **SMALL, **pairs})
+    learned, held_out = _lines(directory / PAIRS), _lines(directory / HELD_OUT)
+    assert (len(learned), len(held_out)) == (400, 100)
+    every = [tuple(pair.values()) for pair in learned + held_out]
+    assert len(set(every)) == 500
+    assert all(int(chosen) == _sum(prompt) != int(wrong) for prompt, chosen, wrong in every)
+
+    noisy = {"directory": str(tmp_path / "b"), **SMALL, **pairs, "wrong_labels": 0.25}
+    directory = prepare(noisy)
+    right = [int(pair["chosen"]) == _sum(pair["prompt"]) for pair in _lines(directory / PAIRS)]
+    assert sum(right) == 300
+    assert _lines(directory / HELD_OUT) == held_out
+
+
+def test_assets_of_an_earlier_version_without_pairs_are_still_used(tmp_path: Path) -> None:
+    directory = prepare({"directory": str(tmp_path / "a"), **SMALL})
+    assert not (directory / PAIRS).exists()
+    assert not [key for key in json.loads((directory / "assets.json").read_text()) if "pair" in key]
 
 
 def test_it_is_made_once_and_equal_for_equal_seeds(tmp_path: Path) -> None:
@@ -60,6 +82,10 @@ def test_unknown_or_useless_settings(tmp_path: Path) -> None:
         prepare({"directory": str(tmp_path / "a"), "depth": 3})
     with pytest.raises(UserError, match=r"assets\.correct_fraction=0: expected"):
         prepare({"directory": str(tmp_path / "a"), "correct_fraction": 0})
+    with pytest.raises(UserError, match="there are 1800 with"):
+        prepare({"directory": str(tmp_path / "a"), "pairs": 1800, "held_out_pairs": 1})
+    with pytest.raises(UserError, match=r"assets\.wrong_labels=0.5"):
+        prepare({"directory": str(tmp_path / "a"), "wrong_labels": 0.5})
     assert not (tmp_path / "a").exists()
 
 

@@ -14,6 +14,7 @@ from hpc_rlhf.launch.diagnosis import Diagnosis
 from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan, Resources
 from hpc_rlhf.launch.requeue import (
     ByHand,
+    NextJob,
     SelfRequeue,
     Successor,
     check_chain,
@@ -194,7 +195,7 @@ def test_self_requeue(
         asked.append((dependency, list(without)))
         return "13"
 
-    assert SelfRequeue("12", queue_again).go_on() == (True, "job 12 is requeued")
+    assert SelfRequeue("12", queue_again, NextJob(plan.run)).go_on() == (True, "job 12 is requeued")
     assert slurm_said.pop() == ["scontrol", "requeue", "12"]
     assert asked == []
 
@@ -206,7 +207,7 @@ def test_self_requeue(
     assert asked == []
 
     attempt = begin(plan)
-    forbidden = SelfRequeue("refused", queue_again)
+    forbidden = SelfRequeue("refused", queue_again, NextJob(plan.run))
     forbidden.begin(attempt)
     assert forbidden.go_on() == (
         True,
@@ -218,7 +219,7 @@ def test_self_requeue(
     def refuse(_dependency: str, _without: Sequence[str]) -> str:
         raise UserError("sbatch refused the job: QOSMaxSubmitJobPerUserLimit")
 
-    nothing_works = SelfRequeue("refused", refuse)
+    nothing_works = SelfRequeue("refused", refuse, NextJob(plan.run))
     nothing_works.begin(attempt)
     goes_on, why = nothing_works.go_on()
     assert not goes_on
@@ -226,7 +227,7 @@ def test_self_requeue(
 
     slurm_said.clear()
     monkeypatch.setattr(requeue, "job_record", lambda _job: JobRecord("COMPLETING"))
-    assert SelfRequeue("12", queue_again).go_on()[0] is False
+    assert SelfRequeue("12", queue_again, NextJob(plan.run)).go_on()[0] is False
     assert (slurm_said, asked) == ([], [])
 
 
@@ -237,13 +238,13 @@ def test_a_lost_node_is_not_gone_back_to(plan: JobPlan, slurm_said: list[list[st
         asked.append(list(without))
         return "13"
 
-    anew = SelfRequeue("12", queue_again)
+    anew = SelfRequeue("12", queue_again, NextJob(plan.run))
     anew.begin(begin(plan))
     how = "job 13 is queued in the place of job 12, without n2, n3"
     assert anew.go_on(["n2", "n3"]) == (True, how)
     assert (asked, slurm_said) == ([["n2", "n3"]], [])
 
-    successor = Successor("12", queue_again)
+    successor = Successor("12", queue_again, NextJob(plan.run))
     successor.begin(begin(plan))
     assert successor.go_on(["n2"]) == (True, "job 13 goes on, without n2")
     assert slurm_said == [["scontrol", "update", "JobId=13", "ExcNodeList=n2"]]
@@ -267,7 +268,9 @@ def test_nodes_are_excluded_from_every_component_of_a_script() -> None:
 
 def test_successor(plan: JobPlan, slurm_said: list[list[str]]) -> None:
     asked = []
-    successor = Successor("12", lambda dependency, _: asked.append(dependency) or "13")
+    successor = Successor(
+        "12", lambda dependency, _: asked.append(dependency) or "13", NextJob(plan.run)
+    )
     attempt = begin(plan)
     assert successor.begin(attempt) == "job 13 is queued to succeed this one"
     assert asked == ["afterany:12"]
@@ -281,12 +284,51 @@ def test_refused_successor_is_said(plan: JobPlan) -> None:
     def refuse(_dependency: str, _without: Sequence[str]) -> str:
         raise UserError("sbatch refused the job: QOSMaxSubmitJobPerUserLimit")
 
-    successor = Successor("12", refuse)
+    successor = Successor("12", refuse, NextJob(plan.run))
     attempt = begin(plan)
     assert "QOSMaxSubmitJobPerUserLimit" in str(successor.begin(attempt))
     assert not attempt.successor.exists()
     assert successor.go_on()[0] is False
     assert successor.stop() is None
+
+
+def test_the_next_job_of_a_chain_waits_for_the_job_that_goes_on(
+    plan: JobPlan, slurm_said: list[list[str]]
+) -> None:
+    """Not for one that ends: Slurm would cancel it."""
+
+    def waits_for(job: str) -> list[str]:
+        return ["scontrol", "update", "JobId=99", f"Dependency=afterok:{job}"]
+
+    publish_json(plan.run.next_job, {"job_id": "99"})
+    requeued = SelfRequeue("12", lambda *_: "13", NextJob(plan.run))
+    requeued.begin(begin(plan))
+    assert requeued.go_on() == (True, "job 12 is requeued")
+    assert slurm_said == [["scontrol", "requeue", "12"]]  # its id stays
+
+    slurm_said.clear()
+    goes_on, how = requeued.go_on(["n2"])
+    assert goes_on
+    assert how.endswith("without n2; the chain's next job 99 waits for it")
+    assert slurm_said == [waits_for("13")]
+
+    slurm_said.clear()
+    successor = Successor("12", lambda *_: "13", NextJob(plan.run))
+    assert "job 99 waits for it" in str(successor.begin(begin(plan)))
+    successor.stop()  # the run is complete: back to this job before the other is cancelled
+    assert slurm_said == [waits_for("13"), waits_for("12"), ["scancel", "13"]]
+
+
+def test_a_next_job_that_cannot_be_moved_is_said(
+    plan: JobPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(command: list[str]) -> str:
+        raise ComponentError("Job has already finished")
+
+    assert NextJob(plan.run).wait_for("13") == ""  # no chain
+    monkeypatch.setattr(requeue, "slurm_command", gone)
+    publish_json(plan.run.next_job, {"job_id": "99"})
+    assert "next job 99 does not wait for it (Job has already" in NextJob(plan.run).wait_for("13")
 
 
 def test_way_of_going_on(plan: JobPlan) -> None:

@@ -1,14 +1,23 @@
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from submitit.core.utils import JobPaths
 
 from hpc_rlhf.errors import UserError
+from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch import slurm
 from hpc_rlhf.launch.job_plan import ComponentPlan, JobPlan, Resources
-from hpc_rlhf.launch.slurm import HetSlurmExecutor, job_script, merge_components, submit
+from hpc_rlhf.launch.slurm import (
+    HetSlurmExecutor,
+    job_script,
+    merge_components,
+    submit,
+    submit_chain,
+)
 
 PLAN = JobPlan(
     name="demo",
@@ -30,6 +39,46 @@ def test_job_script_runs_submitit_in_the_batch_script() -> None:
         "exec '/opt/my env/bin/python' -u -m submitit.core._submit /runs/demo/submitit\n"
     )
     assert "srun" not in text
+
+
+def test_the_jobs_of_a_chain_are_queued_all_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [replace(PLAN, name=name, run_dir=tmp_path / name) for name in ("a", "b", "c")]
+    for plan in plans:
+        slurm.submission_folder(plan.run).mkdir(parents=True)
+    queued: list[tuple[str, ...]] = []
+    said: list[list[str]] = []
+
+    def queue(plan: JobPlan, options: tuple[str, ...] = ()) -> SimpleNamespace:
+        if plan.name == refused:
+            raise UserError("sbatch refused the job: QOSMaxSubmitJobPerUserLimit")
+        queued.append(options)
+        return SimpleNamespace(job_id=str(10 + len(queued)))
+
+    monkeypatch.setattr(slurm, "_queue", queue)
+    monkeypatch.setattr(slurm, "slurm_command", said.append)
+    refused = ""
+    assert [job.job_id for job in submit_chain(plans)] == ["11", "12", "13"]
+    assert queued == [
+        ("--hold",),
+        ("--dependency=afterok:11", "--kill-on-invalid-dep=yes"),
+        ("--dependency=afterok:12", "--kill-on-invalid-dep=yes"),
+    ]
+    assert said == [["scontrol", "release", "11"]]  # when all are there
+    assert [read_json(plan.run.next_job)["job_id"] for plan in plans[:2]] == ["12", "13"]
+    assert not plans[2].run.next_job.exists()
+
+    queued.clear()
+    said.clear()
+    submit_chain(plans[2:])  # the last link alone is left to do
+    assert (queued, said) == ([()], [])
+
+    queued.clear()
+    refused = "c"
+    with pytest.raises(UserError, match="QOSMaxSubmit"):
+        submit_chain(plans)
+    assert said == [["scancel", "11", "12"]]
 
 
 def merged(lines: dict[str, str], queued: bool = False) -> str:

@@ -140,10 +140,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"critic.path": "/nowhere"}, "critic.path: algorithm.name=grpo has no critic"),
     ({**PPO, "critic.path": "/nowhere"}, "critic.path: with critic.kind=shared the critic is"),
     (
-        {**PPO, "critic.kind": CriticKind.SEPARATE, "critic.path": "/nowhere"},
-        "critic.path=/nowhere: no such directory",
-    ),
-    (
         {**PPO, "critic.kind": CriticKind.SEPARATE, "critic.optimizer.lr": 0.0},
         "critic.optimizer.lr=0.0: must be greater than 0",
     ),
@@ -159,10 +155,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.max_skipped_steps": -1}, "algorithm.max_skipped_steps=-1: must not be negative"),
     ({**PPO, "algorithm.resampling_rounds": 1}, "with algorithm.name=ppo samples of equal reward"),
     ({"reward.name": RewardName.MODEL}, "reward.name=model needs reward.model"),
-    (
-        {"reward.name": RewardName.MODEL, "reward.model": "/nowhere"},
-        "reward.model=/nowhere: no such directory",
-    ),
     ({"reward.model": "/nowhere"}, "are of reward.name=model, and it is exact"),
     ({"algorithm.off_policy.stop_kl": 0.01}, "stop_kl=0.01: must be at least warn_kl=0.1"),
     ({"sampling.temperature": 0.0}, "sampling.temperature=0.0: must be greater than 0"),
@@ -354,9 +346,21 @@ def test_demonstrations(good: Config, tmp_path: Path) -> None:
     assert f"{path}:1: 45 tokens, more than model.max" in _refused(preflight.check, config)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("model.reference", {}),
+        ("critic.path", {**PPO, "critic.kind": CriticKind.SEPARATE}),
+        ("reward.model", {"reward.name": RewardName.MODEL}),
+    ],
+)
+def test_models_that_are_not_there(good: Config, name: str, changes: dict[str, Any]) -> None:
+    config = _changed(good, {**changes, name: "/nowhere"})
+    preflight.check_settings(config)
+    assert f"{name}=/nowhere: no such directory" in _refused(preflight.check, config)
+
+
 def test_the_reference(good: Config, tmp_path: Path) -> None:
-    config = _changed(good, {"model.reference": str(tmp_path / "absent")})
-    assert "model.reference=" in _refused(preflight.check_settings, config)
     other = make_tiny_model(tmp_path / "other", vocab_size=300)
     config = _changed(good, {"model.reference": str(other)})
     preflight.check_settings(config)
@@ -383,6 +387,7 @@ def test_the_reward_model(good: Config, tmp_path: Path) -> None:
 
     language_model = make_tiny_model(tmp_path / "language_model")
     assert "a language model (" in _refused(preflight.check, asks(language_model))
+    preflight.check(asks(language_model), reward_model_to_come=True)
     preflight.check(asks(_as_classifier(language_model)))
 
     short = _as_classifier(make_tiny_model(tmp_path / "short", max_positions=16))
