@@ -164,6 +164,7 @@ def _composed(arguments: argparse.Namespace) -> "tuple[Link, ...] | None":
     for link in links:
         preflight.check_settings(link.config)
         check_resume(link.config)
+    for link in links:
         if link.config.assets:
             from hpc_rlhf.data import quickstart
 

@@ -12,6 +12,12 @@ from hpc_rlhf.observe.table import REWARD
 from hpc_rlhf.run_dir import RunDir
 
 LAST_STEPS = 5  # of the online stage, whose mean is its end
+_JUDGED_BY = (  # the first that there is
+    ("eval/pair/accuracy", "held-out accuracy"),
+    ("pair/accuracy", "accuracy"),
+    ("eval/loss", "held-out loss"),
+    ("loss", "loss"),
+)
 
 
 @dataclass(frozen=True)
@@ -80,12 +86,10 @@ def describe(records: Sequence[Mapping[str, Any]], untrained: int = 0) -> str | 
     gain = reward_gain(records, untrained)
     if gain is not None:
         return str(gain)
-    for name, heading in (("pair/accuracy", "accuracy"), ("loss", "loss")):
-        for prefix, what in (("eval/", f"held-out {heading}"), ("", heading)):
-            values = [r[prefix + name] for r in records if r.get(prefix + name) is not None]
-            if values:
-                ends = f"{values[0]:.3f} -> {values[-1]:.3f}"
-                return f"{what} {values[-1]:.3f}" if heading == "accuracy" else f"{what} {ends}"
+    for name, what in _JUDGED_BY:
+        values = [record[name] for record in records if record.get(name) is not None]
+        if values:
+            return f"{what} {values[0]:.3f} -> {values[-1]:.3f}"
     return None
 
 

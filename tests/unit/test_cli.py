@@ -78,7 +78,7 @@ def test_the_scripts_of_a_chain(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for command, message in (
         (["submit", "--script", *chain], "a chain is one job for each of its links"),
         (["run", *chain], "use `hpc-rlhf submit`"),
-        (["submit", *chain, "chain.ppo.critic.warmup_steps=40"], "critic.warmup_steps=40"),
+        (["submit", *chain, "chain.ppo.critic.warmup_steps=50"], "critic.warmup_steps=50"),
         (["submit", *chain, "chain.ppo.learner.parallel.tensor=3"], "not divisible by"),
         (["submit", *chain, "chain.ppo.run.prompts_per_step=101"], "100 usable prompts are fewer"),
         (["submit", *chain, "chain.ppo.reward.model=/nowhere"], "reward.model=/nowhere: no such"),

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from hpc_rlhf.cli import main
+from hpc_rlhf.errors import UserError
 from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch import status
 from hpc_rlhf.launch.srun import JobLine, parse_sacct, parse_squeue
-from hpc_rlhf.launch.status import RunState, RunStatus, describe_run
+from hpc_rlhf.launch.status import RunState, RunStatus, check_not_queued, describe_run
 from hpc_rlhf.run_dir import RunDir
 
 
@@ -60,6 +61,16 @@ def start(run: RunDir, job_id: str, **started: object) -> None:
 def end(run: RunDir, exit_code: int) -> None:
     attempt = run.attempt(run.attempt_numbers()[-1])
     publish_json(attempt.ended, {"exit_code": exit_code, "reason": "because"})
+
+
+def test_a_run_is_not_queued_twice(run: RunDir, queue: Queue) -> None:
+    check_not_queued(run)
+    submit(run, "12")
+    queue.jobs["12"] = ["PENDING"]
+    with pytest.raises(UserError, match="job 12 is queued for it; wait for it, or cancel it first"):
+        check_not_queued(run)
+    queue.jobs.clear()  # it left the queue: its dependency failed, say
+    check_not_queued(run)
 
 
 def test_life_of_a_queued_run(run: RunDir, queue: Queue) -> None:

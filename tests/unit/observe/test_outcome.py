@@ -41,8 +41,8 @@ def test_steps_without_a_reward_are_left_out() -> None:
         ([], None),
         ([{"loss": 3.0}, {"loss": 1.0}], "loss 3.000 -> 1.000"),
         ([{"loss": 3.0, "eval/loss": 2.0}, {"loss": 1.0, "eval/loss": 1.5}], "held-out loss 2.0"),
-        ([{"loss": 0.7, "pair/accuracy": 0.5}], "accuracy 0.500"),
-        ([{"pair/accuracy": 0.5, "eval/pair/accuracy": 0.96}], "held-out accuracy 0.960"),
+        ([{"loss": 0.7, "pair/accuracy": 0.5}], "accuracy 0.500 -> 0.500"),
+        ([{"pair/accuracy": 0.5, "eval/pair/accuracy": 0.96}], "held-out accuracy 0.960 -> 0.960"),
     ],
 )
 def test_each_stage_is_judged_by_its_own_number(records: list[dict], text: str | None) -> None:
@@ -65,5 +65,5 @@ def test_a_line_a_link(tmp_path: Path) -> None:
     console = Console(width=120, record=True)
     console.print(outcome(runs, {"ppo": 0}))
     text = console.export_text()
-    assert "held-out accuracy 0.970" in text
+    assert "held-out accuracy 0.970 -> 0.970" in text
     assert "mean reward 1.000 -> 1.000, +0.00 standard deviations (2.000)" in text
