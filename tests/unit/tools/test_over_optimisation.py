@@ -1,0 +1,41 @@
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from tools.over_optimisation import Point, describe, draw, smooth, table
+
+CURVE = [
+    Point(3, step, kl=0.01 * step**2, proxy=step / 10, gold=0.2 + 0.1 * (5 - abs(5 - step)))
+    for step in range(1, 11)
+]
+
+
+def test_running_means_are_cut_at_the_ends() -> None:
+    assert smooth([1.0, 2.0, 3.0, 4.0, 9.0, 0.0]) == pytest.approx(
+        [2.0, 2.5, 3.8, 3.6, 4.0, 13 / 3]
+    )
+
+
+def test_the_peak_is_named() -> None:
+    text = describe(CURVE)
+    assert text.startswith("seed 3: proxy 0.20 -> 0.50 -> 0.90, gold 0.40 -> 0.58 (step 5, KL 0.3)")
+    assert text.endswith("-> 0.30 (KL 0.8)")
+
+
+def test_the_table_has_a_line_a_step() -> None:
+    lines = table(CURVE).splitlines()
+    assert lines[:2] == ["seed,step,kl,proxy,gold", "3,1,0.0100,0.1000,0.3000"]
+    assert len(lines) == 11
+
+
+def test_the_figure_is_whole_and_within_its_frame() -> None:
+    root = ET.fromstring(draw(CURVE))
+    lines = [line.get("points", "") for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert len(lines) == 3  # the axes, and two curves
+    for line in lines:
+        for point in line.split():
+            x, y = map(float, point.split(","))
+            assert 60 <= x <= 580
+            assert 40 <= y <= 350
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "gold: right answers" in texts
