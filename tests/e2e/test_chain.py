@@ -61,9 +61,6 @@ def test_links_run_in_order_and_complete_ones_are_passed_over(tmp_path: Path) ->
     again = command("run", f"chain.reward_model.run.steps={steps}", timeout_s=60)
     assert again.returncode == 0, again.stderr
     assert ending in again.stdout
-    changed = command("run", "chain.sft.learner.optimizer.lr=1e-5", timeout_s=60)
-    assert changed.returncode == 2
-    assert "was 0.001, now 1e-05" in changed.stderr
 
 
 @pytest.mark.soak

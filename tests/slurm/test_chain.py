@@ -45,7 +45,7 @@ def _dependency(job: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("requeue", ["requeue", "successor"])
+@pytest.mark.parametrize("requeue", ["requeue", pytest.param("successor", marks=pytest.mark.soak)])
 def test_each_job_begins_when_the_one_before_has_completed_its_run(
     requeue: str, tmp_path: Path, slurm_cluster: object
 ) -> None:
@@ -65,7 +65,7 @@ def test_each_job_begins_when_the_one_before_has_completed_its_run(
     subprocess.run(["scancel", "--signal=USR2", "--batch", jobs["sft"]], check=True)
     wait_until(sft.attempt(2).started.exists, "the first link to go on", 120)
     assert not reward.attempt_numbers()
-    second = read_json(sft.attempt(2).started)["job_id"] if requeue == "successor" else jobs["sft"]
+    second = str(read_json(sft.attempt(2).started)["job_id"])
     assert (second == jobs["sft"]) == (requeue == "requeue")
     assert describe_run(reward).state is RunState.QUEUED
 
@@ -74,6 +74,7 @@ def test_each_job_begins_when_the_one_before_has_completed_its_run(
     wait_until(lambda: not processes_of(sft.path), "no process to be left", 30)
 
 
+@pytest.mark.soak
 def test_a_chain_completes(tmp_path: Path, slurm_cluster: object) -> None:
     command = Command(tmp_path, "chain", SMALL, base=("experiment=quickstart_ppo",))
     _submit(command)
