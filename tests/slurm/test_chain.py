@@ -75,13 +75,25 @@ def test_each_job_begins_when_the_one_before_has_completed_its_run(
 
 
 @pytest.mark.soak
-def test_a_chain_completes(tmp_path: Path, slurm_cluster: object) -> None:
+@pytest.mark.timeout(600)
+def test_a_chain_goes_on_from_the_link_that_failed(tmp_path: Path, slurm_cluster: object) -> None:
+    """Its data are lost when the second link begins: the third leaves the queue, the first stays."""
     command = Command(tmp_path, "chain", SMALL, base=("experiment=quickstart_ppo",))
-    _submit(command)
-    runs = _runs(tmp_path)
-    wait_until(runs[-1].complete.exists, "the chain to complete", 400)
+    sft, reward, ppo = _runs(tmp_path)
+    jobs = _submit(command)
+    (pairs,) = tmp_path.glob(".assets/*/pairs.jsonl")
+    away = pairs.rename(tmp_path / "away.jsonl")
+    wait_until(lambda: describe_run(reward).state is RunState.FAILED, "the second link to fail", 180)
+    assert sft.complete.exists()
+    assert "pairs.jsonl" in str(describe_run(reward).reason)
+    wait_until(lambda: describe_run(ppo).state is RunState.FAILED, "the last job to go", 90)
+    assert describe_run(ppo).job_id == jobs["ppo"]
+
+    away.rename(pairs)
+    assert list(_submit(command)) == ["reward_model", "ppo"]
+    wait_until(ppo.complete.exists, "the chain to complete", 240)
     wait_until(lambda: not processes_of(tmp_path), "no process to be left", 30)
-    assert [run.attempt_numbers() for run in runs] == [[1], [1], [1]]
+    assert [run.attempt_numbers() for run in (sft, reward, ppo)] == [[1], [1, 2], [1]]
     done = command("submit")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is complete; nothing was queued") == 3

@@ -200,7 +200,7 @@ def test_self_requeue(
     assert asked == []
 
     # by the requeue itself, which had begun: no second job
-    assert SelfRequeue("killed", queue_again).go_on() == (
+    assert SelfRequeue("killed", queue_again, NextJob(plan.run)).go_on() == (
         True,
         "job killed is requeued (was killed by SIGTERM)",
     )
