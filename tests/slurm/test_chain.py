@@ -83,7 +83,9 @@ def test_a_chain_goes_on_from_the_link_that_failed(tmp_path: Path, slurm_cluster
     jobs = _submit(command)
     (pairs,) = tmp_path.glob(".assets/*/pairs.jsonl")
     away = pairs.rename(tmp_path / "away.jsonl")
-    wait_until(lambda: describe_run(reward).state is RunState.FAILED, "the second link to fail", 180)
+    wait_until(
+        lambda: describe_run(reward).state is RunState.FAILED, "the second link to fail", 180
+    )
     assert sft.complete.exists()
     assert "pairs.jsonl" in str(describe_run(reward).reason)
     wait_until(lambda: describe_run(ppo).state is RunState.FAILED, "the last job to go", 90)
