@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpc_rlhf import __version__
 from hpc_rlhf.errors import ComponentError, ExitCode, UserError
+from hpc_rlhf.fs import UNWRITABLE, system_error, write_failure
 
 if TYPE_CHECKING:
     from hpc_rlhf.chain import Link
@@ -47,6 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.FAILED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
+    except PermissionError as error:
+        print(
+            f"hpc-rlhf: {error.filename}: {error.strerror}; it belongs to somebody else",
+            file=sys.stderr,
+        )
+        return ExitCode.BAD_INPUT
+    except Exception as error:
+        cause = system_error(error)
+        if cause is None or cause.errno not in UNWRITABLE:
+            raise
+        print(f"hpc-rlhf: {write_failure(cause, Path.cwd())}", file=sys.stderr)
+        return ExitCode.FAILED
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -108,14 +121,15 @@ def _parser() -> argparse.ArgumentParser:
         help="print a script of the same job to sbatch by hand, queue nothing",
     )
     _add_of_run(commands, "status", _status, "what a run is doing")
-    _add_of_run(
+    verify = _add_of_run(
         commands,
         "verify",
         _verify,
         "read everything a run wrote again, and say what is whole",
-        "Checkpoints by the sha256 of every file, rollouts, metrics, frozen models. Exit code 0 if "
-        "all is whole, else 1.",
+        "The configuration, checkpoints by the sha256 of every file, rollouts, metrics, frozen models. "
+        "Exit code 0 if all is whole, else 1.",
     )
+    verify.add_argument("--verbose", action="store_true", help="a line for every step's rollouts")
     return parser
 
 
@@ -134,7 +148,7 @@ def _add_composed(commands, name, command, text, examples) -> argparse.ArgumentP
     return parser
 
 
-def _add_of_run(commands, name, command, text, description=None) -> None:  # type: ignore[no-untyped-def]
+def _add_of_run(commands, name, command, text, description=None) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
     parser = commands.add_parser(
         name,
         help=text,
@@ -145,6 +159,7 @@ def _add_of_run(commands, name, command, text, description=None) -> None:  # typ
     parser.add_argument("run", metavar="RUN", help="a run's directory, or its name under --root")
     parser.add_argument("--root", default="runs", help="where runs are looked for by name")
     parser.set_defaults(command=command)
+    return parser
 
 
 def _composed(arguments: argparse.Namespace) -> "tuple[Link, ...] | None":
@@ -169,8 +184,9 @@ def _composed(arguments: argparse.Namespace) -> "tuple[Link, ...] | None":
             from hpc_rlhf.data import quickstart
 
             quickstart.prepare(link.config.assets)
-    for now in before_the_chain(links):
-        preflight.check(now.config, reward_model_to_come=now.reward_model_to_come)
+    for link, now in zip(links, before_the_chain(links), strict=True):
+        for note in preflight.check(now.config, reward_model_to_come=now.reward_model_to_come):
+            print(f"{link.name}: {note}" if link.name else note, file=sys.stderr)
     return links
 
 
@@ -282,7 +298,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     from hpc_rlhf.runs import find_run
 
     run = find_run(arguments.run, arguments.root)
-    return ExitCode.DONE if show_verification(run) else ExitCode.FAILED
+    whole = show_verification(run, verbose=arguments.verbose)
+    return ExitCode.DONE if whole else ExitCode.FAILED
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hpc_rlhf.errors import UserError
 
 
 def fsync_directory(path: Path) -> None:
@@ -60,37 +63,81 @@ def publish_json(path: Path, value: Any, *, mode: int = 0o644) -> Path:
     return publish_text(path, json.dumps(value, indent=1) + "\n", mode=mode)
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file published by :func:`publish_json`."""
-    return json.loads(path.read_text())
+class DamagedFile(UserError, ValueError):
+    """A file that was published whole and is not any more: a disk, a copy or an editor did that."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            f"{path}: damaged: {why}; put it back from a backup, or delete it, and what it says is "
+            "forgotten"
+        )
+        self.path = path
+        self.why = why
+
+
+def read_json(path: Path, *keys: str) -> dict[str, Any]:
+    """Read a JSON object published by :func:`publish_json`.
+
+    Args:
+        keys: that it must have.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedFile: it is not what was published.
+    """
+    content = path.read_bytes()
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(
+            path, f"not JSON: {error}" if content.strip() else "it is empty"
+        ) from None
+    if not isinstance(value, dict):
+        raise DamagedFile(path, f"expected a JSON object, got {type(value).__name__}")
+    missing = [key for key in keys if key not in value]
+    if missing:
+        raise DamagedFile(path, f"it has no {missing[0]!r}")
+    return value
 
 
 _REMEDIES = {
     errno.EDQUOT: "the quota there is used up (of bytes or of files): delete files or ask for more",
     errno.EFBIG: "it is larger than this process may write: raise the limit (ulimit -f)",
-    errno.EROFS: "it is mounted read-only: ask the site, or use another run.root",
-    errno.EACCES: "it belongs to somebody else: use another run.root",
+    errno.EROFS: "it is mounted read-only: ask the site, or use another {setting}",
+    errno.EACCES: "it belongs to somebody else: use another {setting}",
+    errno.EPERM: "it belongs to somebody else: use another {setting}",
+    errno.ENOTDIR: "a file is where a directory must be: use another {setting}",
 }
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What a filesystem answers that takes no more; no reader gets these."""
+
+_BY_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers say no more than that
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error among the causes of ``error``: torch wraps it in its own."""
+    """The operating system's error among the causes of ``error``: libraries wrap it in their own."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error
+        if number := _BY_RUST.search(str(error)):
+            return OSError(int(number[1]), os.strerror(int(number[1])))
         error = error.__cause__ or error.__context__
     return None
 
 
-def write_failure(error: OSError, path: Path) -> str:
-    """What a failed write below ``path`` means and what to do."""
+def write_failure(error: OSError, path: Path, *, setting: str = "run.root") -> str:
+    """What a failed write below ``path`` means and what to do.
+
+    Args:
+        setting: the field of the configuration that says where it is.
+    """
     assert error.errno is not None
     file = error.filename or path
     text = f"cannot write {file}: {os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
     if error.errno == errno.ENOSPC:
         remedy = f"free space there ({_free(path)})"
     else:
-        remedy = _REMEDIES.get(error.errno, "see that it can be written")
+        remedy = _REMEDIES.get(error.errno, "see that it can be written").format(setting=setting)
     return f"{text}; {remedy}, then run the same command again"
 
 
@@ -100,8 +147,8 @@ def _free(path: Path) -> str:
         there = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
     except OSError as error:
         return f"how much is free is unknown: {error.strerror}"
-    free = there.f_bavail * there.f_frsize / 2**30
-    return f"{free:.2f} GiB of {there.f_blocks * there.f_frsize / 2**30:.2f} GiB and {there.f_favail} inodes are free"
+    free, total = (blocks * there.f_frsize / 2**20 for blocks in (there.f_bavail, there.f_blocks))
+    return f"{free:,.0f} of {total:,.0f} MiB and {there.f_favail:,} inodes are free"
 
 
 def publish_directory(directory: Path, write: Callable[[Path], None]) -> Path:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import hpc_rlhf
 from hpc_rlhf import compose
+from hpc_rlhf.checkpoint.frozen import pinned
 from hpc_rlhf.config import Config, Schedule
 from hpc_rlhf.data import tokens
 from hpc_rlhf.data.tokens import TokenDataset
 from hpc_rlhf.errors import UserError
-from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.fs import publish_json, read_json, write_failure
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import FrozenRef
 
@@ -120,9 +121,8 @@ def _directories(run: RunDir) -> tuple[Path, ...]:
 
 def _check_frozen_there(run: RunDir) -> None:
     """Refuse a run whose frozen models are gone; whether they changed, the learner's ranks see."""
-    identity = read_json(run.identity) if run.identity.exists() else {}
-    for value in identity.get("frozen", {}).values():
-        model = FrozenRef(**value)
+    models, _ = pinned(run.identity)
+    for model in models:
         if not any(Path(model.path).glob("*.safetensors")):
             raise UserError(
                 f"{model.role} model {model.path} is missing; the run began with sha256 "
@@ -143,10 +143,7 @@ def open_run(config: Config) -> RunDir:
     try:
         _make(run, config)
     except OSError as error:
-        raise UserError(
-            f"run.root={config.run.root}: {run.path} cannot be made or written: {error.strerror} "
-            f"({error.filename}); free space or quota there, or give another run.root"
-        ) from error
+        raise UserError(f"run.root={config.run.root}: {write_failure(error, run.path)}") from error
     return run
 
 

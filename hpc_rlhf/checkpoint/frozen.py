@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_rlhf.errors import ComponentError, UserError
-from hpc_rlhf.fs import publish_json
+from hpc_rlhf.fs import DamagedFile, publish_json, read_json
 from hpc_rlhf.types import FrozenRef
 
 if TYPE_CHECKING:  # it imports torch, which `hpc-rlhf verify` does without
@@ -25,6 +25,24 @@ logger = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
 _WORKERS = 8  # hashlib releases the interpreter lock; a parallel filesystem feeds several readers
+
+
+def pinned(identity: Path) -> tuple[list[FrozenRef], dict[str, str]]:
+    """Frozen models, and the sha256 of data sets by path, as a run's ``run.json`` has them.
+
+    Nothing where there is no such file.
+
+    Raises:
+        DamagedFile: the file is not what was published.
+    """
+    if not identity.exists():
+        return [], {}
+    value = read_json(identity)
+    try:
+        models = [FrozenRef(**ref) for ref in value.get("frozen", {}).values()]
+        return models, dict(value.get("data", {}))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DamagedFile(identity, f"not models and data sets by sha256: {error}") from None
 
 
 def default_cache() -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_rlhf.checkpoint import frozen
 from hpc_rlhf.checkpoint.frozen import file_sha256
 from hpc_rlhf.checkpoint.save_point import SavePoint
-from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.fs import DamagedFile, publish_json, read_json
 
 MANIFEST = "manifest.json"
 _WORKERS = 8
@@ -89,6 +89,8 @@ def try_manifest(directory: Path) -> tuple[Manifest | None, str | None]:
         return read_manifest(directory), None
     except FileNotFoundError:
         return None, f"{MANIFEST} is missing (the save did not end)"
+    except DamagedFile as error:
+        return None, f"{MANIFEST} is damaged: {error.why}"
     except (OSError, ValueError) as error:
         return None, f"{MANIFEST} cannot be read: {error}"
 

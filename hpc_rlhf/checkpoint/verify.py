@@ -12,14 +12,14 @@ from typing import Any
 
 import h5py
 
+from hpc_rlhf import compose
 from hpc_rlhf.checkpoint import frozen, manifest
 from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.errors import UserError
-from hpc_rlhf.fs import read_json
+from hpc_rlhf.fs import DamagedFile, read_json
 from hpc_rlhf.observe.metrics import METRICS_FILE
 from hpc_rlhf.rollout import store
 from hpc_rlhf.run_dir import RunDir
-from hpc_rlhf.types import FrozenRef
 
 OnBytes = Callable[[int], None]
 
@@ -44,13 +44,14 @@ class Finding:
 def verify_run(run: RunDir, *, on_bytes: OnBytes | None = None) -> Iterator[Finding]:
     """Read all of ``run`` that is meant to be whole, one finding after another.
 
-    Checkpoints against their manifests (sizes and sha256), rollouts as HDF5, metrics as one record
-    a step, frozen models and data sets against the sha256 in ``run.json``. Of frozen models the
+    The configuration and the records of the attempts as what they are, checkpoints against their
+    manifests (sizes and sha256), rollouts as HDF5, metrics as one record a step, frozen models and data sets against the sha256 in ``run.json``. Of frozen models the
     digest cache is renewed.
 
     Args:
         on_bytes: called with every count of bytes read and hashed, from several threads.
     """
+    yield _records(run)
     with ThreadPoolExecutor(_WORKERS) as pool:
         for point in reversed(manifest.save_points(run.checkpoints)):
             yield _checkpoint(run, point, pool, on_bytes)
@@ -70,13 +71,34 @@ def total_bytes(run: RunDir) -> int:
         if (listed := manifest.try_manifest(run.checkpoints / point.name)[0]) is not None
     ]
     try:
-        models, data = _pinned(run)
-    except (OSError, ValueError, KeyError, TypeError):  # verify_run says so
+        models, data = frozen.pinned(run.identity)
+    except (OSError, DamagedFile):  # verify_run says so
         models, data = [], {}
     for ref in models:
         sizes += [file.stat().st_size for file in Path(ref.path).glob("*.safetensors")]
     sizes += [Path(path).stat().st_size for path in data if Path(path).is_file()]
     return sum(sizes)
+
+
+def _records(run: RunDir) -> Finding:
+    """The configuration, and what attempts wrote about themselves."""
+    paths, problems = [run.config], []
+    try:
+        compose.load(run.config)
+    except UserError as error:
+        problems.append(str(error))
+    records = sorted(run.attempts.glob("*/*.json"))
+    for path in records:
+        try:
+            read_json(path)
+            paths.append(path)
+        except FileNotFoundError:  # the attempt goes on
+            continue
+        except (OSError, DamagedFile) as error:
+            problems.append(str(error))
+            paths.append(path)
+    size = sum(path.stat().st_size for path in paths if path.exists())
+    return Finding("configuration and attempts", len(paths), size, tuple(problems))
 
 
 def _checkpoint(
@@ -148,7 +170,7 @@ def metric_problems(content: bytes) -> list[str]:
         lines.pop()
     for number, line in enumerate(lines, 1):
         try:
-            step = json.loads(line)["step"]
+            step = int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
             why = " (cut short; resuming drops it)" if number == len(lines) else ""
             problems.append(f"line {number}: not a record{why}")
@@ -165,9 +187,9 @@ def metric_problems(content: bytes) -> list[str]:
 
 def _identity(run: RunDir, on_bytes: OnBytes | None) -> Iterator[Finding]:
     try:
-        models, data = _pinned(run)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        yield Finding(run.identity.name, 1, 0, (f"cannot be read: {error!r}",))
+        models, data = frozen.pinned(run.identity)
+    except (OSError, DamagedFile) as error:
+        yield Finding(run.identity.name, 1, 0, (str(error),))
         return
     for ref in models:
         files = list(Path(ref.path).glob("*.safetensors"))
@@ -186,13 +208,6 @@ def _identity(run: RunDir, on_bytes: OnBytes | None) -> Iterator[Finding]:
         except OSError as error:
             size, problems = 0, (f"{path}: {error.strerror}",)
         yield Finding(f"data set {path.name}", 1, size, problems)
-
-
-def _pinned(run: RunDir) -> tuple[list[FrozenRef], dict[str, str]]:
-    """Frozen models, and the sha256 of data sets by path, as ``run.json`` has them."""
-    identity = read_json(run.identity) if run.identity.exists() else {}
-    models = [FrozenRef(**ref) for ref in identity.get("frozen", {}).values()]
-    return models, dict(identity.get("data", {}))
 
 
 def _step_of(path: Path) -> tuple[int, str]:

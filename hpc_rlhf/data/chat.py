@@ -49,7 +49,12 @@ def eos_token_ids(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> tupl
         path = directory / name
         if not path.is_file():
             continue
-        value = json.loads(path.read_text()).get("eos_token_id")
+        try:
+            value = json.loads(path.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise UserError(
+                f"{path}: expected a JSON object ({error}). Download or copy it again"
+            ) from None
         if isinstance(value, int):
             ids.add(value)
         elif isinstance(value, list):

@@ -4,9 +4,9 @@ import hashlib
 import json
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from hpc_rlhf.config import DataConfig, PromptFormat
 from hpc_rlhf.data.chat import render_chat
-from hpc_rlhf.data.records import BadRecord, read_records
+from hpc_rlhf.data.lengths import TooLong, span
+from hpc_rlhf.data.records import BadRecord, BadRecords, read_records
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.types import Prompt
 
@@ -56,6 +57,7 @@ class PromptDataset:
         tokenizer: "PreTrainedTokenizerBase",
         *,
         max_sequence_tokens: int,
+        exact: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> "PromptDataset":
         """Read and tokenise the prompts.
@@ -64,6 +66,7 @@ class PromptDataset:
 
         Args:
             max_sequence_tokens: a prompt must leave room for at least one more token.
+            exact: answers are compared with completions, so one that none can match is bad.
             progress: called now and then with the number of lines that are done.
 
         Raises:
@@ -73,15 +76,8 @@ class PromptDataset:
         assert config.prompts is not None
         path = Path(config.prompts)
         limit = min(config.max_prompt_tokens, max_sequence_tokens - 1)
-        dropped: Counter[str] = Counter()
+        bad, long = BadRecords(config.bad_lines == DROP), TooLong(limit)
         prompts: list[Prompt] = []
-
-        def reject(error: BadRecord) -> None:
-            if config.bad_lines != DROP:
-                raise UserError(f"{error}; mend the file, or set data.bad_lines=drop") from error
-            logger.warning("dropped %s", error)
-            dropped["bad lines"] += 1
-
         records = read_records(path)
         while chunk := list(islice(records, _CHUNK)):
             drafts = []
@@ -90,18 +86,16 @@ class PromptDataset:
                     if isinstance(record, BadRecord):
                         raise record
                     text = render_prompt(record, config, tokenizer, place=f"{path}:{line}")
-                    answer = read_answer(record, config, place=f"{path}:{line}")
+                    answer = read_answer(record, config, place=f"{path}:{line}", exact=exact)
                     drafts.append((line, record, text, answer))
                 except BadRecord as error:
-                    reject(error)
+                    bad.add(error)
             encoded = encode_texts([text for _, _, text, _ in drafts], config, tokenizer)
             for (line, record, _, answer), token_ids in zip(drafts, encoded, strict=True):
                 if len(token_ids) == 0:
-                    reject(BadRecord(f"{path}:{line}: the prompt has no tokens"))
+                    bad.add(BadRecord(f"{path}:{line}: the prompt has no tokens"))
                 elif len(token_ids) > limit:
-                    if config.long_prompts != DROP:
-                        raise UserError(_too_long(f"{path}:{line}", len(token_ids), limit, config))
-                    dropped["long prompts"] += 1
+                    long.add(line, len(token_ids))
                 else:
                     uid = f"{path.name}:{line}"
                     prompts.append(
@@ -109,17 +103,27 @@ class PromptDataset:
                     )
             if progress is not None:
                 progress(chunk[-1][0])
-        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        if long.count and config.long_prompts != DROP:
+            raise UserError(_too_long(path, long, len(prompts) + long.count, config))
+        dropped = {"bad lines": bad.count, "long prompts": long.count}
+        dropped = {reason: count for reason, count in dropped.items() if count}
         if not prompts:
+            counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise UserError(
                 f"{path}: no usable prompt ({'dropped ' + counts if counts else 'it is empty'})"
             )
-        if counts:
-            logger.warning("%s: %d prompts, dropped %s", path, len(prompts), counts)
-        return cls(tuple(prompts), file_sha256(path), dict(dropped), config.shuffle)
+        dataset = cls(tuple(prompts), file_sha256(path), dropped, config.shuffle)
+        logger.info("%s: %s", path, dataset.describe())
+        return dataset
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def describe(self) -> str:
+        """How many prompts of how many tokens there are, and how many were dropped."""
+        lengths = np.array([len(prompt.token_ids) for prompt in self.prompts])
+        dropped = "".join(f", dropped {count} {reason}" for reason, count in self.dropped.items())
+        return f"{len(self)} prompts, {span(lengths)}{dropped}"
 
     def batch(
         self, cursor: PromptCursor, size: int, seed: int
@@ -206,25 +210,61 @@ def render_prompt(
         raise BadRecord(f"{place}: {error}") from error
 
 
-def read_answer(record: Mapping[str, Any], config: DataConfig, *, place: str) -> str | None:
+def read_answer(
+    record: Mapping[str, Any], config: DataConfig, *, place: str, exact: bool = False
+) -> str | None:
     """A record's answer as text; None without ``data.answer_field``.
 
+    A number is its shortest decimal, without a fraction of zero: pandas makes floats of integers as
+    soon as one is missing. Lists and objects are JSON, for verifiers in Python.
+
+    Args:
+        exact: it is compared with completions.
+
     Raises:
-        BadRecord: the field is missing, or ``data.answer_pattern`` is not found in it.
+        BadRecord: the field is missing, or ``data.answer_pattern`` is not found in it, or no completion
+            is equal to it.
+
+    Example:
+        >>> read_answer({"answer": 72.0}, DataConfig(), place="p.jsonl:1")
+        '72'
     """
     if config.answer_field is None:
         return None
     value = _field(record, config.answer_field, "data.answer_field", place)
-    text = value if isinstance(value, str) else json.dumps(value)
-    if config.answer_pattern is None:
-        return text
+    if exact and (isinstance(value, bool) or not isinstance(value, str | int | float)):
+        raise BadRecord(
+            f"{place}: {config.answer_field!r} is of type {type(value).__name__}; reward.name=exact "
+            "compares it with what is written, expected text or a number"
+        )
+    text = _answer_text(value)
+    if config.answer_pattern is not None:
+        text = _find_answer(text, config, place)
+    if exact and not text.strip():
+        raise BadRecord(
+            f"{place}: {config.answer_field!r} is empty; reward.name=exact compares it with what is "
+            "written"
+        )
+    return text
+
+
+def _answer_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else format(Decimal(repr(value)), "f")
+    return json.dumps(value)
+
+
+def _find_answer(text: str, config: DataConfig, place: str) -> str:
+    assert config.answer_pattern is not None
     match = re.search(config.answer_pattern, text)
     if match is None:
         raise BadRecord(
             f"{place}: data.answer_pattern={config.answer_pattern!r} is not found in "
             f"{config.answer_field!r}"
         )
-    return match.group(1).strip()
+    return (match.group(1) or "").strip()  # the group may be optional
 
 
 def encode_texts(
@@ -254,7 +294,7 @@ def _field(record: Mapping[str, Any], name: str, option: str, place: str) -> Any
     if value is not None:
         return value
     if name in record:
-        raise BadRecord(f"{place}: {name!r} is null")
+        raise BadRecord(f"{place}: {name!r} is null, or no number")
     keys = ", ".join(map(repr, record)) or "none"
     optional = ", null for no answers" if option == "data.answer_field" else ""
     raise BadRecord(f"{place}: no key {name!r} (its keys: {keys}); {option} names it{optional}")
@@ -269,13 +309,14 @@ def _messages(value: Any, name: str, place: str) -> list[Mapping[str, Any]]:
     return value
 
 
-def _too_long(place: str, tokens: int, limit: int, config: DataConfig) -> str:
+def _too_long(path: Path, long: TooLong, of: int, config: DataConfig) -> str:
     bound = (
-        f"data.max_prompt_tokens={limit}"
-        if limit == config.max_prompt_tokens
-        else f"model.max_sequence_tokens={limit + 1} less one to sample"
+        f"data.max_prompt_tokens={long.limit}"
+        if long.limit == config.max_prompt_tokens
+        else f"model.max_sequence_tokens={long.limit + 1} less one to sample"
     )
     return (
-        f"{place}: the prompt has {tokens} tokens, more than {bound}; "
-        "raise the limit, or set data.long_prompts=drop"
+        f"{path}:{long.line}: the prompt has {long.longest} tokens, more than {bound}; that is the "
+        f"longest of {long.count} of {of} prompts which are too long. Raise the limit, or set "
+        "data.long_prompts=drop"
     )

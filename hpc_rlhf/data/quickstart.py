@@ -18,7 +18,14 @@ from typing import Any
 
 from hpc_rlhf.data.tiny import make_tiny_model
 from hpc_rlhf.errors import UserError
-from hpc_rlhf.fs import publish_directory, publish_json, read_json
+from hpc_rlhf.fs import (
+    DamagedFile,
+    publish_directory,
+    publish_json,
+    read_json,
+    system_error,
+    write_failure,
+)
 
 MODEL, PROMPTS, DEMONSTRATIONS = "model", "prompts.jsonl", "demonstrations.jsonl"
 PAIRS, HELD_OUT = "pairs.jsonl", "held_out.jsonl"
@@ -71,7 +78,7 @@ def prepare(assets: Mapping[str, Any]) -> Path:
         :data:`PAIRS` and :data:`HELD_OUT` where they are asked for.
 
     Raises:
-        UserError: an unknown setting, or the directory was made from other settings.
+        UserError: an unknown setting; the directory was made from other settings, or cannot be written.
     """
     try:
         wanted = QuickstartAssets(**assets)
@@ -84,15 +91,25 @@ def prepare(assets: Mapping[str, Any]) -> Path:
             publish_directory(directory, lambda target: _write(target, wanted))
         except FileExistsError:
             pass  # another run was faster; what it made is checked below
-        except OSError as error:
-            raise UserError(f"assets.directory={directory}: cannot be made: {error}") from error
-    path = directory / _SPECIFICATION
-    if not path.is_file() or read_json(path) != _specification(wanted):
+        except Exception as error:  # safetensors and tokenizers have errors of their own
+            cause = system_error(error)
+            if cause is None:
+                raise
+            failure = write_failure(cause, directory, setting="assets.directory")
+            raise UserError(f"assets.directory={directory}: {failure}") from error
+    if not _is_made_from(directory, wanted):
         raise UserError(
             f"assets.directory={directory}: was not made from these assets; "
             "remove it, or give another assets.directory"
         )
     return directory
+
+
+def _is_made_from(directory: Path, wanted: QuickstartAssets) -> bool:
+    try:
+        return read_json(directory / _SPECIFICATION) == _specification(wanted)
+    except (FileNotFoundError, NotADirectoryError, DamagedFile):
+        return False
 
 
 def _specification(assets: QuickstartAssets) -> dict[str, Any]:

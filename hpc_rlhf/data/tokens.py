@@ -8,7 +8,7 @@ A data set is a directory of NumPy files (N examples of W sequences, S = N x W, 
 ``offsets.npy``   int64 [S+1]   sequence s is ``tokens[offsets[s]:offsets[s + 1]]``
 ``lines.npy``     int64 [N]     line of the file that the example comes from
 ``margins.npy``   float32 [N]
-``meta.json``                   format, W, name and sha256 of the file, what was dropped
+``meta.json``                   format, W, name and sha256 of the file, what was dropped or cut
 ================  ============  =====================================================
 
 It appears whole, so that the command line and several runs may make it at the same time.
@@ -18,9 +18,8 @@ import hashlib
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -31,11 +30,12 @@ from numpy.typing import NDArray
 from hpc_rlhf.config import DataConfig, LongSequences
 from hpc_rlhf.data.chat import eos_token_ids
 from hpc_rlhf.data.dialogues import Dialogue, read_demonstration, read_margin, read_pair
+from hpc_rlhf.data.lengths import TooLong, span
 from hpc_rlhf.data.prompts import DROP, file_sha256
-from hpc_rlhf.data.records import BadRecord, Record, read_records
+from hpc_rlhf.data.records import BadRecord, BadRecords, Record, read_records
 from hpc_rlhf.data.rendering import Rendered, RenderingError, render, tokenize
 from hpc_rlhf.errors import UserError
-from hpc_rlhf.fs import publish_directory, publish_json, read_json
+from hpc_rlhf.fs import publish_directory, publish_json, read_json, write_failure
 from hpc_rlhf.types import Example, TokenSequence
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FORMAT = 1  # part of the hash: change it with anything that changes the tokens
+FORMAT = 2  # part of the hash: change it with anything that changes the tokens
 _CHUNK = 1024  # records handed to the tokenizer at once; it uses all cores on them
 _ARRAYS: dict[str, Any] = {
     "tokens": np.int32,
@@ -64,6 +64,7 @@ class TokenDataset:
     sha256: str  # of the file
     width: int  # sequences of an example
     dropped: Mapping[str, int]  # reason -> count
+    long: TooLong  # cut or dropped, as ``data.long_sequences`` says
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
@@ -72,18 +73,30 @@ class TokenDataset:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        meta = read_json(path / "meta.json")
-        arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-        dataset = cls(
-            path=path,
-            name=meta["name"],
-            sha256=meta["sha256"],
-            width=meta["width"],
-            dropped=meta["dropped"],
-            **arrays,
-        )
-        assert len(dataset.tokens) == dataset.offsets[-1]
-        return dataset
+        """Map a data set that :func:`prepare` made.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        try:
+            meta = read_json(path / "meta.json")
+            arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+            if len(arrays["tokens"]) != arrays["offsets"][-1]:
+                raise ValueError("other tokens than offsets")
+            return cls(
+                path=path,
+                name=meta["name"],
+                sha256=meta["sha256"],
+                width=meta["width"],
+                dropped=meta["dropped"],
+                long=TooLong(**meta["long"]),
+                **arrays,
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: tokenised data that is damaged ({type(error).__name__}: {error}); delete this "
+                "directory, and it is made again"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -129,8 +142,9 @@ def prepare(
         progress: called now and then with the number of lines that are done.
 
     Raises:
-        UserError: the file is missing or has nothing usable; a record is bad, or too long, and the
-            configuration does not say to drop it. Names file and line.
+        UserError: the file is missing or has nothing usable; a record is bad and the configuration
+            does not say to drop it; some are too long and it does not say what becomes of them. Names
+            file and line.
     """
     if not path.is_file():
         next(read_records(path))  # says what is wrong with it
@@ -149,10 +163,32 @@ def prepare(
             publish_directory(target, lambda directory: _write(directory, source, progress))
         except OSError as error:
             if not target.is_dir():  # else another run was faster, and made the same
-                raise UserError(
-                    f"data.cache={cache}: cannot be written: {error}; give another directory"
-                ) from error
-    return TokenDataset.open(target)
+                failure = write_failure(error, cache, setting="data.cache")
+                raise UserError(f"data.cache={cache}: {failure}") from error
+    dataset = TokenDataset.open(target)
+    for line in describe(dataset, config):
+        logger.info("%s: %s", path, line)
+    return dataset
+
+
+def describe(dataset: TokenDataset, config: DataConfig) -> Iterator[str]:
+    """What a data set holds and what was lost of its records, in a line or two."""
+    what = "pairs" if dataset.width == 2 else "demonstrations"
+    dropped = "".join(f", dropped {count} {reason}" for reason, count in dataset.dropped.items())
+    yield f"{len(dataset)} {what}, {span(dataset.lengths)}{dropped}"
+    long, mode = dataset.long, config.long_sequences
+    if long.count and mode is not LongSequences.DROP:
+        yield (
+            f"{long.count} of them are longer than model.max_sequence_tokens={long.limit} (the longest "
+            f"has {long.longest} tokens, line {long.line}) and were cut: data.long_sequences={mode} "
+            f"loses {_LOST[mode]}"
+        )
+
+
+_LOST = {
+    LongSequences.KEEP_START: "the end of the completion and its end token",
+    LongSequences.KEEP_END: "the beginning of the prompt",
+}
 
 
 @dataclass(frozen=True)
@@ -200,11 +236,11 @@ class _Source:
 
 
 def _write(directory: Path, source: _Source, progress: Callable[[int], None] | None) -> None:
-    dropped: Counter[str] = Counter()
+    bad, long = BadRecords(source.config.bad_lines == DROP), TooLong(source.max_tokens)
     writers = {name: _NpyWriter(directory / f"{name}.npy", d) for name, d in _ARRAYS.items()}
     count = end = 0
     writers["offsets"].append([0])
-    for line, sequences, margin in _examples(source, dropped, progress):
+    for line, sequences, margin in _examples(source, bad, long, progress):
         for sequence in sequences:
             writers["tokens"].append(sequence.token_ids)
             writers["mask"].append(sequence.loss_mask)
@@ -213,14 +249,18 @@ def _write(directory: Path, source: _Source, progress: Callable[[int], None] | N
         writers["lines"].append([line])
         writers["margins"].append([margin])
         count += 1
-    counts = ", ".join(f"{n} {reason}" for reason, n in dropped.items())
+    what = "pair" if source.pairs else "demonstration"
+    if long.count and source.config.long_sequences is LongSequences.ERROR:
+        raise UserError(_too_long(long, count + long.count, what, source))
+    dropped = {"bad lines": bad.count}
+    if source.config.long_sequences is LongSequences.DROP:
+        dropped["long sequences"] = long.count
+    dropped = {reason: n for reason, n in dropped.items() if n}
     if not count:
-        what = "pair" if source.pairs else "demonstration"
+        counts = ", ".join(f"{n} {reason}" for reason, n in dropped.items())
         raise UserError(
             f"{source.path}: no usable {what} ({'dropped ' + counts if counts else 'it is empty'})"
         )
-    if counts:
-        logger.warning("%s: %d examples, dropped %s", source.path, count, counts)
     for writer in writers.values():
         writer.close()
     publish_json(
@@ -230,23 +270,29 @@ def _write(directory: Path, source: _Source, progress: Callable[[int], None] | N
             "name": source.path.name,
             "sha256": source.sha256,
             "width": 2 if source.pairs else 1,
-            "dropped": dict(dropped),
+            "dropped": dropped,
+            "long": asdict(long),
         },
     )
 
 
+def _too_long(long: TooLong, of: int, what: str, source: _Source) -> str:
+    return (
+        f"{source.path}:{long.line}: {long.longest} tokens, more than model.max_sequence_tokens="
+        f"{long.limit}; that is the longest of {long.count} of {of} {what}s which are too long. Raise "
+        "it, or set data.long_sequences=drop (leave them out), keep_start (lose "
+        f"{_LOST[LongSequences.KEEP_START]}) or keep_end (lose {_LOST[LongSequences.KEEP_END]})"
+    )
+
+
 def _examples(
-    source: _Source, dropped: Counter[str], progress: Callable[[int], None] | None
+    source: _Source,
+    bad: BadRecords,
+    long: TooLong,
+    progress: Callable[[int], None] | None,
 ) -> Iterator[tuple[int, tuple[TokenSequence, ...], float]]:
     """Line, sequences and margin of every usable record; the others are refused or counted."""
     config = source.config
-
-    def reject(error: BadRecord) -> None:
-        if config.bad_lines != DROP:
-            raise UserError(f"{error}; mend the file, or set data.bad_lines=drop") from error
-        logger.warning("dropped %s", error)
-        dropped["bad lines"] += 1
-
     for chunk in _batched(read_records(source.path), _CHUNK):
         drafts: list[tuple[int, list[Rendered], float]] = []
         for line, record in chunk:
@@ -258,7 +304,7 @@ def _examples(
                 rendered = [_rendered(d, source.tokenizer, place) for d in dialogues]
                 drafts.append((line, rendered, read_margin(record, config, place=place)))
             except BadRecord as error:
-                reject(error)
+                bad.add(error)
         flat = tokenize(
             [one for _, rendered, _ in drafts for one in rendered],
             source.tokenizer,
@@ -270,11 +316,12 @@ def _examples(
             try:
                 sequences = _fitted(found, source, f"{source.path}:{line}")
             except BadRecord as error:
-                reject(error)
+                bad.add(error)
                 continue
-            if sequences is None:
-                dropped["long sequences"] += 1
-            else:
+            length = max(len(one.token_ids) for one in found if isinstance(one, TokenSequence))
+            if length > source.max_tokens:
+                long.add(line, length)
+            if sequences is not None:
                 yield line, sequences, margin
         if progress is not None:
             progress(chunk[-1][0])
@@ -296,11 +343,10 @@ def _rendered(dialogue: Dialogue, tokenizer: "PreTrainedTokenizerBase", place: s
 def _fitted(
     found: tuple[TokenSequence | RenderingError, ...], source: _Source, place: str
 ) -> tuple[TokenSequence, ...] | None:
-    """The sequences within the limit; None if they are to be dropped.
+    """The sequences within the limit; None if they are too long and not to be cut.
 
     Raises:
         BadRecord: nothing is left to learn.
-        UserError: they are too long.
     """
     sequences = []
     for sequence in found:
@@ -309,13 +355,7 @@ def _fitted(
         length = len(sequence.token_ids)
         if length > source.max_tokens:
             match source.config.long_sequences:
-                case LongSequences.ERROR:
-                    raise UserError(
-                        f"{place}: {length} tokens, more than model.max_sequence_tokens="
-                        f"{source.max_tokens}; raise it, or set data.long_sequences to drop, "
-                        "keep_start or keep_end"
-                    )
-                case LongSequences.DROP:
+                case LongSequences.ERROR | LongSequences.DROP:
                     return None
                 case LongSequences.KEEP_START:
                     part = slice(0, source.max_tokens)

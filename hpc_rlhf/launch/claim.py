@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 
 from hpc_rlhf.errors import ComponentError, UserError
-from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.fs import DamagedFile, publish_json, read_json
 from hpc_rlhf.launch.srun import JobRecord, job_record
 from hpc_rlhf.run_dir import RunDir
 
@@ -269,9 +269,20 @@ def _newest(directory: Path) -> tuple[int, Holder] | None:
             return None
         newest = max(generations)
         try:
-            return newest, Holder(**read_json(_file(directory, newest)))
+            return newest, _read_holder(_file(directory, newest))
         except FileNotFoundError:
             continue  # succeeded, and removed, since it was listed
+
+
+def _read_holder(path: Path) -> Holder:
+    """Raises:
+    DamagedFile: it is no claim.
+    """
+    value = read_json(path)
+    try:
+        return Holder(**value)
+    except TypeError as error:
+        raise DamagedFile(path, f"not a claim: {error}") from None
 
 
 def _create(directory: Path, generation: int, holder: Holder) -> bool:

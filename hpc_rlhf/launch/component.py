@@ -5,7 +5,7 @@ by the supervisor under its :class:`~hpc_rlhf.launch.supervisor.StepLauncher`.
 """
 
 import argparse
-import errno
+import contextlib
 import faulthandler
 import logging
 import os
@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from hpc_rlhf import compose
 from hpc_rlhf.cluster.world import World
-from hpc_rlhf.errors import ExitCode, UserError
-from hpc_rlhf.fs import publish_json, read_json, write_failure
+from hpc_rlhf.errors import ComponentError, ExitCode, UserError
+from hpc_rlhf.fs import UNWRITABLE, publish_json, read_json, system_error, write_failure
 from hpc_rlhf.launch.job_plan import LEARNER, SAMPLER, JobPlan
 from hpc_rlhf.observe.startup import IMPORTS, StartUp, importing
 from hpc_rlhf.observe.timeline import Timeline
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     run = RunDir(arguments.run)
     attempt = run.attempt(arguments.attempt)
     world = World.from_environment()
+    console = os.dup(2)  # the launcher's, beside the log
     rank = world.rank if arguments.replica is None else arguments.replica
     _redirect_output(attempt.log(arguments.component, rank))
     _log_to_stderr()
@@ -49,9 +50,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = _run(arguments.component, run, attempt, world, arguments.replica, timeline)
     except BaseException as error:  # noqa: BLE001 - recorded, then the process ends with it
         code = ExitCode.BAD_INPUT if isinstance(error, UserError) else ExitCode.FAILED
-        _record_failure(attempt, arguments.component, rank, world, timeline, error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        _record_failure(attempt, arguments.component, rank, world, timeline, error, console)
+    with contextlib.suppress(OSError):  # a full disk takes no log either
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Not sys.exit: a thread blocked in a collective with a dead peer would keep the process.
     os._exit(code)
 
@@ -113,28 +115,39 @@ def _record_failure(
     world: World,
     timeline: Timeline,
     error: BaseException,
+    console: int,
 ) -> None:
+    """Log and record why this process ends; where the disk takes neither, tell the launcher's console."""
     step, phase = timeline.current
-    traceback.print_exception(error)
-    publish_json(
-        attempt.failures / f"{component}-{rank}.json",
-        {
-            "component": component,
-            "rank": rank,
-            "node": world.node,
-            "step": step,
-            "phase": phase,
-            "error": f"{type(error).__name__}: {_explain(error, attempt)}",
-            "traceback": "".join(traceback.format_exception(error)),
-            "time": time.time(),
-        },
-    )
+    text = f"{type(error).__name__}: {_explain(error, attempt)}"
+    try:
+        traceback.print_exception(error)
+        publish_json(
+            attempt.failures / f"{component}-{rank}.json",
+            {
+                "component": component,
+                "rank": rank,
+                "node": world.node,
+                "step": step,
+                "phase": phase,
+                "error": text,
+                "traceback": "".join(traceback.format_exception(error)),
+                "time": time.time(),
+            },
+        )
+    except OSError as unwritten:
+        where = f"{component} rank {rank} on {world.node}, {phase} of step {step}"
+        line = f"{where}: {text}\n  (not recorded: {unwritten})\n"
+        with contextlib.suppress(OSError):  # that may have ended before us
+            os.write(console, line.encode())
 
 
 def _explain(error: BaseException, attempt: Attempt) -> str:
     """What an error says; of a filesystem that takes no more, where and what to do."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return write_failure(error, attempt.path)
+    cause = system_error(error)
+    said = isinstance(error, UserError | ComponentError)
+    if not said and cause is not None and cause.errno in UNWRITABLE:
+        return write_failure(cause, attempt.path)
     return str(error)
 
 

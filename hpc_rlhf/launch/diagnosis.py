@@ -1,6 +1,5 @@
 """From what is left of an attempt to one sentence: which component, node and rank, in which phase."""
 
-import json
 import re
 import signal
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 from hpc_rlhf.cluster.world import LOCAL_JOB
 from hpc_rlhf.errors import ExitCode
-from hpc_rlhf.fs import publish_json, read_json
+from hpc_rlhf.fs import DamagedFile, publish_json, read_json
 from hpc_rlhf.launch.steps import StepExit, TaskDeath
 from hpc_rlhf.run_dir import Attempt
 
@@ -238,7 +237,6 @@ def _exit_code(ended: StepExit, culprit: TaskDeath, *, recorded: bool) -> ExitCo
 def _read_optional(path: Path) -> dict[str, Any] | None:
     """Read a JSON object; None where it is absent, or was written by a process that died in it."""
     try:
-        value = read_json(path)
-    except (FileNotFoundError, json.JSONDecodeError):
+        return read_json(path)
+    except (FileNotFoundError, DamagedFile):
         return None
-    return value if isinstance(value, dict) else None

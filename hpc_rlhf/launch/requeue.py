@@ -155,7 +155,7 @@ def _stalled(run: RunDir, numbers: list[int], chain: str) -> int:
 
 
 def _started(attempt: Attempt) -> dict[str, object]:
-    return dict(read_json(attempt.started)) if attempt.started.exists() else {}
+    return read_json(attempt.started) if attempt.started.exists() else {}
 
 
 # ------------------------------------------------------------------------------------- ways of going on
@@ -344,7 +344,11 @@ def _record_successor(attempt: Attempt, queued: str, after: str) -> None:
 
 
 def _successor(attempt: Attempt) -> str | None:
-    return str(read_json(attempt.successor)["job_id"]) if attempt.successor.exists() else None
+    return (
+        str(read_json(attempt.successor, "job_id")["job_id"])
+        if attempt.successor.exists()
+        else None
+    )
 
 
 def _job_or_none(job_id: str) -> str | None:

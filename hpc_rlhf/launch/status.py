@@ -44,8 +44,8 @@ def describe_run(run: RunDir) -> RunStatus:
     status = _describe_attempt(run.attempt(numbers[-1])) if numbers else RunStatus(RunState.NEW)
     if run.complete.exists():
         return replace(status, state=RunState.COMPLETE)
-    submitted = _read_optional(run.path / "submitit" / "submitted.json")
-    started = _read_optional(run.attempt(numbers[-1]).started) if numbers else None
+    submitted = _read_optional(run.path / "submitit" / "submitted.json", "job_id", "time")
+    started = _read_started(run.attempt(numbers[-1])) if numbers else None
     if submitted and (started is None or submitted["time"] > started["time"]):
         job_id = submitted["job_id"]  # newer than the last attempt
     elif status.state is RunState.RUNNING and started and _is_alive_here(started):
@@ -53,7 +53,7 @@ def describe_run(run: RunDir) -> RunStatus:
     else:
         job_id = status.job_id
         if status.state is not RunState.RUNNING and numbers:
-            successor = _read_optional(run.attempt(numbers[-1]).successor)
+            successor = _read_optional(run.attempt(numbers[-1]).successor, "job_id")
             job_id = successor["job_id"] if successor else job_id
     is_slurm = job_id is not None and not job_id.startswith(LOCAL_JOB)
     lines = queue_lines(str(job_id)) if is_slurm else []
@@ -93,8 +93,8 @@ def check_not_queued(run: RunDir) -> None:
 
 
 def _describe_attempt(attempt: Attempt) -> RunStatus:
-    started = _read_optional(attempt.started)
-    ended = _read_optional(attempt.ended)
+    started = _read_started(attempt)
+    ended = _read_optional(attempt.ended, "exit_code", "reason")
     progress = read_progress(attempt)
     return RunStatus(
         _ENDED_STATES.get(ended["exit_code"], RunState.FAILED) if ended else RunState.RUNNING,
@@ -117,5 +117,9 @@ def _is_alive_here(started: dict[str, Any]) -> bool:
     return started["host"] == os.uname().nodename and Path(f"/proc/{started['pid']}").exists()
 
 
-def _read_optional(path: Path) -> dict[str, Any] | None:
-    return dict(read_json(path)) if path.exists() else None
+def _read_started(attempt: Attempt) -> dict[str, Any] | None:
+    return _read_optional(attempt.started, "job_id", "time", "host", "pid")
+
+
+def _read_optional(path: Path, *keys: str) -> dict[str, Any] | None:
+    return read_json(path, *keys) if path.exists() else None

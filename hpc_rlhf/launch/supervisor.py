@@ -20,7 +20,7 @@ from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.cluster.walltime import Deadline
 from hpc_rlhf.cluster.world import LOCAL_JOB
 from hpc_rlhf.errors import ExitCode, UserError
-from hpc_rlhf.fs import publish_json
+from hpc_rlhf.fs import publish_json, write_failure
 from hpc_rlhf.launch.claim import Claim, hold, process_started
 from hpc_rlhf.launch.diagnosis import (
     Diagnosis,
@@ -527,13 +527,16 @@ class _Supervisor:
         return ", ".join([*running, *(f"{handle.name} on a lost node" for handle in self._dying)])
 
     def _finish(self, ending: Diagnosis) -> None:
-        publish_json(
-            self._attempt.ended,
-            {
-                **asdict(ending),
-                "exit_code": int(ending.exit_code),
-                "signals": self._flag.seen,
-                "time": time.time(),
-            },
-        )
+        try:
+            publish_json(
+                self._attempt.ended,
+                {
+                    **asdict(ending),
+                    "exit_code": int(ending.exit_code),
+                    "signals": self._flag.seen,
+                    "time": time.time(),
+                },
+            )
+        except OSError as error:  # what follows must go on: the requeue, the claim
+            self._log(f"the end is not recorded: {write_failure(error, self._attempt.path)}")
         self._log(f"{ending.reason}; attempt {self._attempt.number} ends")

@@ -82,6 +82,8 @@ class HfModelSpec:
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not valid JSON ({error})") from None
+        if not isinstance(config, dict):
+            raise UserError(f"{path}: expected a JSON object, got {type(config).__name__}")
         return cls.from_config(config, source=str(path))
 
     @classmethod

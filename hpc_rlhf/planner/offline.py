@@ -11,7 +11,7 @@ from hpc_rlhf.data.chat import check_chat_template, check_special_tokens, load_t
 from hpc_rlhf.data.dialogues import is_chat
 from hpc_rlhf.data.doctor import check_learning, check_pad_token
 from hpc_rlhf.data.records import BadRecord, read_records
-from hpc_rlhf.data.tokens import TokenDataset
+from hpc_rlhf.data.tokens import TokenDataset, describe
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.models.hf_layout import HfModelSpec
 from hpc_rlhf.planner.weights import check_weights
@@ -39,12 +39,15 @@ def check_settings(config: Config) -> None:
         raise UserError(f"dpo.label_smoothing={dpo.label_smoothing} needs dpo.loss=conservative")
 
 
-def check_files(config: Config, directory: Path, spec: HfModelSpec) -> None:
+def check_files(config: Config, directory: Path, spec: HfModelSpec) -> list[str]:
     """Check the tokenizer and every record; tokenises the data for the run that follows.
 
     Args:
         directory: the model's.
         spec: of the model.
+
+    Returns:
+        What the data holds, a line each.
 
     Raises:
         UserError: the first thing that cannot work.
@@ -55,6 +58,7 @@ def check_files(config: Config, directory: Path, spec: HfModelSpec) -> None:
         check_pad_token(tokenizer, directory, config.reward_model.pad_token)
     if config.stage is Stage.DPO and config.model.reference is not None:
         _check_reference(config, spec)
+    notes = []
     for name in ("train", "eval"):
         path = getattr(config.data, name)
         if path is not None:
@@ -62,7 +66,9 @@ def check_files(config: Config, directory: Path, spec: HfModelSpec) -> None:
             if chat:
                 check_chat_template(tokenizer, directory)
             check_learning(tokenizer, directory, chat=chat)
-            _check_data(config, name, path, tokenizer, spec)
+            dataset = _check_data(config, name, path, tokenizer, spec)
+            notes += [f"data.{name}={path}: {line}" for line in describe(dataset, config.data)]
+    return notes
 
 
 def _check_data(
@@ -71,7 +77,7 @@ def _check_data(
     path: str,
     tokenizer: "PreTrainedTokenizerBase",
     spec: HfModelSpec,
-) -> None:
+) -> TokenDataset:
     with Console(stderr=True).status("") as status:  # shows nothing but on a terminal
         dataset = open_examples(
             config,
@@ -91,6 +97,7 @@ def _check_data(
             f"{path}: {len(dataset)} usable records are fewer than one batch, "
             f"offline.batch_size={config.offline.batch_size}; lower it or give more"
         )
+    return dataset
 
 
 def _check_room(config: Config, path: str, dataset: TokenDataset) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from hpc_rlhf.config import Config, DataConfig, PromptFormat, RewardName, Stage
 from hpc_rlhf.data.chat import check_chat_template, check_special_tokens, load_tokenizer
 from hpc_rlhf.data.prompts import DROP, ERROR, PromptDataset
+from hpc_rlhf.data.tokens import describe
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.launch.job_plan import plan_job
 from hpc_rlhf.models.hf_layout import SCORE_WEIGHT, HfModelSpec
@@ -53,11 +54,14 @@ def check_settings(config: Config) -> None:
         make_rule(config.reward.name.value, config.reward.pattern, None)
 
 
-def check(config: Config, *, reward_model_to_come: bool = False) -> None:
+def check(config: Config, *, reward_model_to_come: bool = False) -> list[str]:
     """Check the model, the tokenizer and every record of the data; a few seconds, most of it imports.
 
     Args:
         reward_model_to_come: ``reward.model`` is what a reward model will be trained from.
+
+    Returns:
+        What the data holds and what was dropped of it, a line each, for the user.
 
     Raises:
         UserError: the first thing that cannot work.
@@ -69,8 +73,7 @@ def check(config: Config, *, reward_model_to_come: bool = False) -> None:
         )
     spec = _check_model(config, directory)
     if config.stage.is_offline:
-        offline.check_files(config, directory, spec)
-        return
+        return offline.check_files(config, directory, spec)
     algorithm.check_directories(config)
     _check_sampled_model(config, spec)
     tokenizer = load_tokenizer(directory)
@@ -84,6 +87,7 @@ def check(config: Config, *, reward_model_to_come: bool = False) -> None:
             config.data,
             tokenizer,
             max_sequence_tokens=config.model.max_sequence_tokens,
+            exact=config.reward.name is RewardName.EXACT,
             progress=lambda line: status.update(f"{config.data.prompts}: {line} prompts checked"),
         )
     if len(dataset) < config.run.prompts_per_step:
@@ -98,9 +102,13 @@ def check(config: Config, *, reward_model_to_come: bool = False) -> None:
             f"model's vocabulary has {spec.vocab_size} ({spec.source}); is it another model's?"
         )
     algorithm.check_models(config, spec, tokenizer, reward_model_to_come=reward_model_to_come)
+    notes = [f"data.prompts={config.data.prompts}: {dataset.describe()}"]
     if config.warmup.steps:
-        assert config.warmup.demonstrations is not None
-        open_examples(config, config.warmup.demonstrations, tokenizer)
+        path = config.warmup.demonstrations
+        assert path is not None
+        demonstrations = describe(open_examples(config, path, tokenizer), config.data)
+        notes += [f"warmup.demonstrations={path}: {line}" for line in demonstrations]
+    return notes
 
 
 def _check_numbers(config: Config) -> None:

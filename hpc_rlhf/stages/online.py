@@ -216,7 +216,10 @@ def _coordinate(
     """What rank 0 holds beside its share of the model."""
     run: RunDir = plan.run
     dataset = PromptDataset.load(
-        config.data, tokenizer, max_sequence_tokens=config.model.max_sequence_tokens
+        config.data,
+        tokenizer,
+        max_sequence_tokens=config.model.max_sequence_tokens,
+        exact=config.reward.name is RewardName.EXACT,
     )
     assert config.data.prompts is not None
     pin_data(run, {config.data.prompts: dataset.sha256})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rlhf.checkpoint import manifest
+from hpc_rlhf.cli import main
 from hpc_rlhf.data.tiny import make_tiny_model
 from hpc_rlhf.fs import read_json
 from tests.e2e_driver import Command
@@ -86,6 +87,20 @@ def test_a_rank_that_hangs_and_a_full_disk_end_the_attempt_by_name(
     assert names == sorted(point.name for point in manifest.save_points(run.checkpoints))
     assert [manifest.problem(run.checkpoints / name) for name in names] == [None] * len(names)
     assert command.processes() == []
+
+
+@pytest.mark.parametrize("free_kib", [0, 100, 700])
+def test_a_disk_too_small_for_the_quickstart(
+    free_kib: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model has 1 MiB: none of it fits, or some."""
+    with mounted(tmp_path / "disk", 1) as disk:
+        (disk / "ballast").write_bytes(bytes((1024 - free_kib) << 10))
+        assert main(["run", "experiment=quickstart", f"run.root={disk}"]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"hpc-rlhf: assets.directory={disk}/.assets/quickstart-0: cannot")
+        assert "No space left on device (ENOSPC); free space there (" in message
+        assert sorted(path.name for path in disk.rglob("*")) == [".assets", "ballast"]
 
 
 def _saved(command: Command) -> int:

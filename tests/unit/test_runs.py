@@ -48,8 +48,30 @@ def test_a_start_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
 def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(UserError, match=f"run.root={file}: {file}/a cannot be made or written"):
+    with pytest.raises(UserError, match=f"run.root={file}: cannot write {file}/a: Not a dir"):
         open_run(config(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", "it is empty"),
+        ('{"name": "a", "fro', "not JSON: "),
+        ("[1]", "expected a JSON object, got list"),
+        ('{"frozen": {"reference": {"path": 1}}}', "not models and data sets by sha256: "),
+        ('{"frozen": []}', "not models and data sets by sha256: "),
+        ("[" * 100_000, "not JSON: "),
+    ],
+)
+def test_a_damaged_identity_is_named(tmp_path: Path, content: str, why: str) -> None:
+    run = open_run(config(tmp_path))
+    run.identity.write_text(content)
+    with pytest.raises(UserError) as raised:
+        check_resume(config(tmp_path))
+    assert str(raised.value).startswith(f"{run.identity}: damaged: {why}")
+    assert "put it back from a backup, or delete it" in str(raised.value)
+    run.identity.unlink()
+    open_run(config(tmp_path))
 
 
 def test_what_it_learns_may_not_and_each_difference_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpc_rlhf import compose
 from hpc_rlhf.checkpoint import frozen, manifest
 from hpc_rlhf.checkpoint.save_point import SavePoint
 from hpc_rlhf.checkpoint.verify import metric_problems, total_bytes, verify_run
@@ -26,7 +27,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     model, data = tmp_path / "base", tmp_path / "prompts.jsonl"
     for directory in (run.checkpoints, run.rollouts, run.metrics, model):
         directory.mkdir(parents=True)
-    run.config.write_text("")
+    settings = ["experiment=quickstart", f"run.root={run.path.parent}", "run.name=demo"]
+    compose.publish(run.config, compose.compose(settings))
+    attempt = run.new_attempt()
+    publish_json(attempt.started, {"job_id": "1"})
+    publish_json(attempt.ended, {"exit_code": 0})
     (model / "model.safetensors").write_bytes(b"weights")
     data.write_text("{}")
     publish_json(run.identity, {"name": "demo"})
@@ -69,6 +74,7 @@ def test_a_run_as_written_is_whole(run: RunDir, capsys: pytest.CaptureFixture[st
     counted: list[int] = []
     findings = list(verify_run(run, on_bytes=counted.append))
     assert [f.what for f in findings] == [
+        "configuration and attempts",
         "checkpoints/step_1",
         "checkpoints/step_2",
         "rollouts/step_1.h5",
@@ -78,10 +84,16 @@ def test_a_run_as_written_is_whole(run: RunDir, capsys: pytest.CaptureFixture[st
         "data set prompts.jsonl",
     ]
     assert all(f.whole for f in findings)
-    assert (findings[0].files, findings[0].size) == (2, 12)
+    assert findings[0].files == 3
+    assert (findings[1].files, findings[1].size) == (2, 12)
     assert sum(counted) == total_bytes(run) == 2 * 12 + 7 + 2
     assert main(["verify", "demo", "--root", str(run.path.parent)]) == 0
-    assert "all 7 are whole" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "all 8 are whole" in printed
+    assert "rollouts/* (2 steps)" in printed
+    assert "rollouts/step_1.h5" not in printed
+    assert main(["verify", "--verbose", str(run.path)]) == 0
+    assert "rollouts/step_1.h5" in capsys.readouterr().out
 
 
 def test_checkpoint_in_the_middle_of_a_step_needs_its_samples(run: RunDir) -> None:
@@ -108,6 +120,8 @@ def test_every_kind_of_damage_is_named(
     (run.metrics / "metrics.jsonl").write_text('{"step": 1}\n{"step": 1}\n')
     (tmp_path / "base/model.safetensors").write_bytes(b"Weights")
     (tmp_path / "prompts.jsonl").unlink()
+    run.config.write_text("run: [")
+    run.attempt(1).ended.write_text("")
 
     broken = _problems(run)
     flipped, missing = broken.pop("checkpoints/step_1")
@@ -120,13 +134,16 @@ def test_every_kind_of_damage_is_named(
     reference = broken.pop("reference model base")[0]
     assert read_json(run.identity)["frozen"]["reference"]["sha256"] in reference
     assert "No such file" in broken.pop("data set prompts.jsonl")[0]
+    config, ended = broken.pop("configuration and attempts")
+    assert config.startswith(f"{run.config}: no configuration of a run that can be read")
+    assert ended.startswith(f"{run.attempt(1).ended}: damaged: it is empty")
     assert broken == {}
 
     before = sorted(p.name for p in run.path.rglob("*"))
     assert main(["verify", str(run.path)]) == 1
     printed = capsys.readouterr().out
     assert f"checkpoints/step_1: {flipped}\n" in printed, "not wrapped"
-    assert "7 of 7 are not whole" in printed
+    assert "8 of 8 are not whole" in printed
     assert sorted(p.name for p in run.path.rglob("*")) == before
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_rlhf.config import DataConfig, PromptFormat
 from hpc_rlhf.data.chat import load_tokenizer
-from hpc_rlhf.data.prompts import PromptCursor, PromptDataset, file_sha256
+from hpc_rlhf.data.prompts import PromptCursor, PromptDataset, file_sha256, read_answer
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.types import Prompt
 
@@ -92,6 +92,51 @@ def test_answers_by_pattern(tmp_path: Path, tokenizer: "PreTrainedTokenizerBase"
         _load(config, tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (72, "72"),
+        (72.0, "72"),
+        (-0.5, "-0.5"),
+        (1e-7, "0.0000001"),
+        (1e22, "1" + "0" * 22),
+        ("a", "a"),
+    ],
+)
+def test_numbers_as_answers(answer: Any, text: str) -> None:
+    config = DataConfig()
+    assert read_answer({"answer": answer}, config, place="p:1", exact=True) == text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "answer": ""}', "'answer' is empty; reward.name=exact compares"),
+        ('{"prompt": "a", "answer": "#"}', "'answer' is empty; reward.name=exact compares"),
+        ('{"prompt": "a", "answer": ["8"]}', "'answer' is of type list; reward.name=exact"),
+        ('{"prompt": "a", "answer": {"a": 8}}', "'answer' is of type dict; reward.name=exact"),
+        ('{"prompt": "a", "answer": true}', "'answer' is of type bool; reward.name=exact"),
+        ('{"prompt": "a", "answer": null}', "'answer' is null"),
+        ('{"prompt": "a", "answer": NaN}', "'answer' is null, or no number"),
+        ('{"prompt": "a", "answer": -Infinity}', "'answer' is null, or no number"),
+    ],
+)
+def test_an_answer_that_no_completion_can_match(
+    line: str, message: str, tmp_path: Path, tokenizer: "PreTrainedTokenizerBase"
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
+    config = DataConfig(prompts=str(path), answer_pattern="^#?(.*)")
+    with pytest.raises(UserError) as caught:
+        PromptDataset.load(config, tokenizer, max_sequence_tokens=32, exact=True)
+    assert str(caught.value).startswith(f"{path}:2: {message}")
+
+
+def test_a_verifier_in_python_gets_any_answer() -> None:
+    value = {"answer": [1, "a"]}
+    assert read_answer(value, DataConfig(), place="p:1") == '[1, "a"]'
+
+
 def test_parquet_gives_the_same_prompts(
     tmp_path: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> None:
@@ -146,12 +191,14 @@ def test_long_prompts(tmp_path: Path, tokenizer: "PreTrainedTokenizerBase") -> N
     ):
         _load(config, tokenizer)
     with pytest.raises(
-        UserError, match=r"p\.jsonl:2: the prompt has 11 tokens, more than model\.max_seq.*=11 less"
+        UserError,
+        match=r"p\.jsonl:3: the prompt has 12 tokens, more than model\.max_seq.*=11 less.* 2 of 3 pr",
     ):
         _load(config, tokenizer, max_sequence_tokens=11)
     dataset = _load(replace(config, long_prompts="drop"), tokenizer)
     assert [len(prompt.token_ids) for prompt in dataset.prompts] == [10, 11]
     assert dataset.dropped == {"long prompts": 1}
+    assert dataset.describe() == "2 prompts, 10 to 11 tokens (median 10), dropped 1 long prompts"
 
 
 def test_a_file_without_a_usable_prompt(

@@ -26,6 +26,8 @@ GOOD = b'{"prompt": "3+5=", "answer": "8"}'
         (b'{"prompt": "3+5=\\ud83d"}', "\\ud83d is half of a surrogate pair"),
         (b'{"messages": [{"content": "\\uDC00a"}]}', "\\udc00 is half of a surrogate pair"),
         (b'{"prompt\\ud800": 1}', "\\ud800 is half"),
+        (b"[" * 100_000, "nested more than 100 deep"),
+        (b'{"a": ' * 500 + b"1" + b"}" * 500, "nested more than 100 deep"),
         (b"[1, 2]", "expected a JSON object, got list"),
         (b"\x00\x00\x00", "not JSON"),
     ],
@@ -45,6 +47,15 @@ def test_a_bad_line_is_named_and_the_others_are_read(
 
 def test_a_whole_surrogate_pair_is_a_character() -> None:
     assert parse_line(b'{"prompt": "\\ud83d\\ude00 \\\\ud800"}') == {"prompt": "\U0001f600 \\ud800"}
+
+
+def test_no_numbers_are_null() -> None:
+    line = b'{"a": NaN, "b": [Infinity, 1.5], "c": "NaN"}'
+    assert parse_line(line) == {"a": None, "b": [None, 1.5], "c": "NaN"}
+
+
+def test_many_messages_are_not_deep() -> None:
+    assert len(parse_line(b'{"m": [' + b"[[1], {}]," * 500 + b"1]}")["m"]) == 501
 
 
 def test_the_last_line_needs_no_newline(tmp_path: Path) -> None:

@@ -101,6 +101,15 @@ def test_it_is_made_once_and_again_when_anything_changes(tmp_path: Path, prepare
     )
 
 
+@pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "meta.json"])
+def test_a_damaged_data_set_is_named(name: str, tmp_path: Path, prepare: Prepare) -> None:
+    path = _write(tmp_path / "p.jsonl", PAIRS)
+    made = prepare(path).path
+    (made / name).write_bytes((made / name).read_bytes()[:-4])
+    with pytest.raises(UserError, match=rf"{made}: tokenised data that is damaged .*delete this"):
+        prepare(path)
+
+
 def test_nothing_is_left_of_a_data_set_that_failed(tmp_path: Path, prepare: Prepare) -> None:
     path = _write(tmp_path / "p.jsonl", [*PAIRS, {"prompt": "a"}])
     with pytest.raises(UserError, match=r"p\.jsonl:3: no key 'chosen'.*data\.bad_lines=drop"):
@@ -154,6 +163,44 @@ def test_long_sequences_are_cut(
     assert [tokenizer.decode(s.token_ids) for s in dataset[0].sequences] == expected
 
 
+DEMONSTRATIONS = [{"prompt": "0123", "completion": "a" * n} for n in (3, 9, 1, 12)]
+
+
+def test_what_is_cut_is_counted(tmp_path: Path, prepare: Prepare) -> None:
+    """Also by a run that finds the data set made."""
+    path = _write(tmp_path / "d.jsonl", [*DEMONSTRATIONS, {"prompt": "a"}])
+    for _ in range(2):
+        dataset = prepare(
+            path, pairs=False, max_tokens=10, long_sequences="keep_start", bad_lines="drop"
+        )
+        assert (dataset.long.count, dataset.long.longest, dataset.long.line) == (2, 17, 4)
+        holds, cut = tokens.describe(dataset, DataConfig(long_sequences=LongSequences.KEEP_START))
+        assert holds == "4 demonstrations, 6 to 10 tokens (median 9), dropped 1 bad lines"
+        assert cut == (
+            "2 of them are longer than model.max_sequence_tokens=10 (the longest has 17 tokens, "
+            "line 4) and were cut: data.long_sequences=keep_start loses the end of the completion and "
+            "its end token"
+        )
+    config = DataConfig(long_sequences=LongSequences.DROP)
+    dataset = prepare(_write(path, DEMONSTRATIONS), pairs=False, max_tokens=10, **vars(config))
+    assert list(tokens.describe(dataset, config)) == [
+        "2 demonstrations, 6 to 8 tokens (median 7), dropped 2 long sequences"
+    ]
+
+
+def test_sequences_that_are_too_long_are_counted_before_they_are_refused(
+    tmp_path: Path, prepare: Prepare
+) -> None:
+    path = _write(tmp_path / "d.jsonl", DEMONSTRATIONS)
+    with pytest.raises(UserError) as caught:
+        prepare(path, pairs=False, max_tokens=10)
+    assert str(caught.value).startswith(
+        f"{path}:4: 17 tokens, more than model.max_sequence_tokens=10; that is the longest of 2 of 4 "
+        "demonstrations which are too long. Raise it, or set data.long_sequences=drop"
+    )
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("mode", "max_tokens", "message"),
     [
@@ -179,7 +226,7 @@ def test_a_cache_that_cannot_be_written(
     tmp_path: Path, tokenizer: "PreTrainedTokenizerBase", tokenizer_directory: Path
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"data\.cache=.*cannot be written"):
+    with pytest.raises(UserError, match=r"data\.cache=.*cannot write .*file: "):
         tokens.prepare(
             _write(tmp_path / "p.jsonl", PAIRS),
             DataConfig(),

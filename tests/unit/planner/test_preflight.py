@@ -315,7 +315,7 @@ LONG = json.dumps({"prompt": "1+" * 20, "answer": "8"})
         ("", "blank line"),
         ("\ufeff{}", "byte order mark"),
         ('{"prompt": "3+5="}', "no key 'answer'"),
-        (LONG, "the prompt has 40 tokens, more than data.max_prompt_tokens=16; raise the limit"),
+        (LONG, "40 tokens, more than data.max_prompt_tokens=16; that is the longest of 1 of 22 "),
     ],
 )
 def test_bad_prompts_are_named_by_file_and_line(
@@ -329,6 +329,16 @@ def test_bad_prompts_are_named_by_file_and_line(
     assert refusal.startswith(f"{path}:21: ")
     assert message in refusal
     preflight.check(_changed(config, {"data.bad_lines": "drop", "data.long_prompts": "drop"}))
+
+
+def test_what_the_data_holds_is_said(good: Config) -> None:
+    assert preflight.check(good) == [
+        f"data.prompts={good.data.prompts}: 100 prompts, 4 to 4 tokens (median 4)",
+        (
+            f"warmup.demonstrations={good.warmup.demonstrations}: 2048 demonstrations, "
+            "6 to 7 tokens (median 6)"
+        ),
+    ]
 
 
 def test_fewer_prompts_than_a_batch(good: Config) -> None:
