@@ -171,6 +171,8 @@ def _make_paths_absolute(config: Config) -> None:
     for section, name in _PATHS:
         value = getattr(getattr(config, section), name)
         if value is not None:
+            if not value.strip():
+                raise UserError(f"{section}.{name}={value!r}: expected a path")
             setattr(getattr(config, section), name, _absolute(value))
 
 
@@ -252,6 +254,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     )
     kept = [line for line in dict.fromkeys(lines) if not line.startswith((*noise, "To append"))]
     text = "; ".join(kept) or type(error).__name__
+    # OmegaConf names choices as Python does; they are typed, and shown, in lower case
+    text = re.sub(r"expected one of \[[A-Z0-9_, ]+\]", lambda found: found[0].lower(), text)
     return (
         f"configuration: {text}\n"
         f"  overrides: {' '.join(overrides) or '(none)'}\n"

@@ -404,7 +404,7 @@ class SyncConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int = 10
-    keep: int = 3  # newest ones; 0 keeps all
+    keep: int | None = 3  # newest ones; null keeps all
     keep_every_steps: int = 0  # those of every so many steps are kept, too
     asynchronous: bool = True  # train on while it is written; costs its size in host memory
 

@@ -101,6 +101,12 @@ def check_resume(config: Config) -> None:
     }
     if changed:
         lines = [f"  {name}: was {old!r}, now {new!r}" for name, (old, new) in changed.items()]
+        if "run.steps" in changed:
+            schedule = config.learner.optimizer.schedule
+            lines.append(
+                f"  (with learner.optimizer.schedule={schedule} the learning rate of every step depends "
+                "on run.steps, those that are done included; only with constant may it change)"
+            )
         raise UserError(
             f"{run.path} is a run with another configuration:\n"
             + "\n".join(lines)

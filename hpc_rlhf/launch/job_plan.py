@@ -1,7 +1,9 @@
 """What a run asks of the scheduler, as plain data: no Slurm, no torch, no Hydra."""
 
 import dataclasses
+import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,31 @@ from hpc_rlhf.run_dir import RunDir
 
 LEARNER = "learner"
 SAMPLER = "sampler"
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OWN_VARIABLES = ("SLURM_", "HPC_RLHF_")
+_NODES = "cluster.learner.nodes and cluster.sampler.nodes"
+_TASKS = "cluster.learner.tasks_per_node and cluster.sampler.tasks_per_node"
+_LOGS = "run.root and run.name: every log is in the run directory"
+_OWN_OPTIONS = {
+    "nodes": _NODES,
+    "ntasks": _TASKS,
+    "ntasks-per-node": _TASKS,
+    "cpus-per-task": "cluster.learner.cpus_per_task and cluster.sampler.cpus_per_task",
+    "time": "cluster.time_min",
+    "account": "cluster.account",
+    "partition": "cluster.partition",
+    "qos": "cluster.qos",
+    "signal": "cluster.signal and cluster.signal_delay_s",
+    "requeue": "cluster.requeue",
+    "no-requeue": "cluster.requeue",
+    "job-name": "run.name",
+    "output": _LOGS,
+    "error": _LOGS,
+    "open-mode": _LOGS,
+    "array": "one run.name for each job",
+}
+"""What no ``extra`` may say: the setting to use. Memory and GPUs have more than one way of being asked for."""
 
 Options = tuple[tuple[str, str], ...]
 """Further sbatch options by their long names without dashes; an empty value is a bare switch."""
@@ -163,7 +190,7 @@ def plan_job(config: Config, run_dir: Path) -> JobPlan:
                 restart_reset_s=config.sampler.restart_reset_s,
             ),
         )
-    environment = {str(name): str(value) for name, value in cluster.environment.items()}
+    environment = _environment(cluster.environment)
     if not any(component.resources.gpus_per_node for component in components):
         # ranks that share cores would each start a thread per core
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -215,11 +242,32 @@ def _options(where: str, values: dict[str, Any]) -> Options:
     options = []
     for name, value in values.items():
         text = "" if value is True else str(value)
-        if "\n" in f"{name}{text}" or name.startswith("-") or not name:
+        option = name.replace("_", "-")
+        if "\n" in f"{name}{text}" or name.startswith("-") or len(name) < 2:
             raise UserError(f"{where}.{name}: write the long option's name without dashes")
+        if option in _OWN_OPTIONS:
+            raise UserError(
+                f"{where}.{name}: hpc-rlhf sets and relies on this option itself; use "
+                f"{_OWN_OPTIONS[option]}"
+            )
         if value is not None and value is not False:
-            options.append((name.replace("_", "-"), text))
+            options.append((option, text))
     return tuple(options)
+
+
+def _environment(values: Mapping[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if not _VARIABLE.fullmatch(name) or "\0" in value:
+            raise UserError(
+                f"cluster.environment: {name!r} can be no variable of an environment; expected letters, "
+                "digits and _, not beginning with a digit"
+            )
+        if name.startswith(_OWN_VARIABLES):
+            raise UserError(
+                f"cluster.environment.{name}: {' and '.join(_OWN_VARIABLES)} are set by Slurm and by "
+                "hpc-rlhf; take it out"
+            )
+    return dict(values)
 
 
 def _pairs(values: Any) -> tuple[tuple[str, str], ...]:

@@ -76,9 +76,20 @@ class HfWeights:
         check_tensors(spec, shapes, where=self.directory, optional=optional)
 
     def read(self, piece: Piece) -> torch.Tensor:
-        """Read one slice, in the dtype of the file, on the CPU."""
+        """Read one slice, in the dtype of the file, on the CPU.
+
+        Raises:
+            UserError: it holds NaN or infinity: every loss and every sample would be of them.
+        """
         index = (slice(None),) * piece.dim + (slice(piece.start, piece.stop),)
-        return self._slice(piece.tensor.name)[index]
+        values: torch.Tensor = self._slice(piece.tensor.name)[index]
+        if bad := values.numel() - int(torch.isfinite(values).sum()):
+            raise UserError(
+                f"{self._files[piece.tensor.name]}: {piece.tensor.name}: {bad} of {values.numel()} values "
+                "are NaN or infinite. Download or copy the model again, or take an earlier checkpoint "
+                "of whoever trained it"
+            )
+        return values
 
     def _locate(self) -> dict[str, Path]:
         """File of each tensor, by name."""

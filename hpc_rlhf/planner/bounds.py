@@ -142,7 +142,7 @@ BOUNDS: Mapping[str, Bound] = {
     "sync.timeout_s": POSITIVE,
     "sync.attempts": AT_LEAST_ONE,
     "checkpoint.every_steps": AT_LEAST_ONE,
-    "checkpoint.keep": NOT_NEGATIVE,
+    "checkpoint.keep": Bound(1, why="a run resumes from one; null keeps all"),
     "checkpoint.keep_every_steps": NOT_NEGATIVE,
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpc_rlhf.config import Config, DataConfig, PromptFormat, RewardName, Stage
+from hpc_rlhf.config import Config, DataConfig, DType, PromptFormat, RewardName, Stage
 from hpc_rlhf.data.chat import check_chat_template, check_special_tokens, load_tokenizer
 from hpc_rlhf.data.prompts import DROP, ERROR, PromptDataset
 from hpc_rlhf.data.tokens import describe
@@ -73,7 +73,7 @@ def check(config: Config, *, reward_model_to_come: bool = False) -> list[str]:
         )
     spec = _check_model(config, directory)
     if config.stage.is_offline:
-        return offline.check_files(config, directory, spec)
+        return [*_notes(config), *offline.check_files(config, directory, spec)]
     algorithm.check_directories(config)
     _check_sampled_model(config, spec)
     tokenizer = load_tokenizer(directory)
@@ -102,13 +102,27 @@ def check(config: Config, *, reward_model_to_come: bool = False) -> list[str]:
             f"model's vocabulary has {spec.vocab_size} ({spec.source}); is it another model's?"
         )
     algorithm.check_models(config, spec, tokenizer, reward_model_to_come=reward_model_to_come)
-    notes = [f"data.prompts={config.data.prompts}: {dataset.describe()}"]
+    notes = [*_notes(config), f"data.prompts={config.data.prompts}: {dataset.describe()}"]
     if config.warmup.steps:
         path = config.warmup.demonstrations
         assert path is not None
         demonstrations = describe(open_examples(config, path, tokenizer), config.data)
         notes += [f"warmup.demonstrations={path}: {line}" for line in demonstrations]
     return notes
+
+
+def _notes(config: Config) -> list[str]:
+    """What works and is hardly meant."""
+    optimizer, updates = config.learner.optimizer, config.run.steps
+    if not config.stage.is_offline:
+        updates *= config.algorithm.epochs * config.algorithm.mini_batches
+    if optimizer.warmup_steps < updates:
+        return []
+    note = (
+        f"learner.optimizer.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer "
+        f"steps, so that its learning rate does not get to lr={optimizer.lr:g}; fine for a trial"
+    )
+    return [note]
 
 
 def _check_numbers(config: Config) -> None:
@@ -169,6 +183,11 @@ def _check_layout(config: Config) -> None:
             f"learner ranks are not divisible by learner.parallel: tensor x pipeline = "
             f"{parallel.tensor} x {parallel.pipeline}"
         )
+    if parallel.sequence and parallel.tensor == 1:
+        raise UserError(
+            "learner.parallel.sequence=true: splits sequences over the tensor-parallel ranks, and with "
+            "learner.parallel.tensor=1 there is one; raise it, or leave sequence out"
+        )
     room = config.model.max_sequence_tokens
     if config.learner.micro_batch_tokens < room:
         raise UserError(
@@ -207,6 +226,23 @@ def _check_model(config: Config, directory: Path) -> HfModelSpec:
     return spec
 
 
+def _check_kv_cache(config: Config, spec: HfModelSpec) -> None:
+    """The engine does not start when not even one sequence fits."""
+    given, tokens = config.sampler.kv_cache_bytes, config.model.max_sequence_tokens
+    if given is None:
+        return
+    on_gpu = config.cluster.sampler.gpus_per_node > 0
+    half = config.model.dtype is DType.BFLOAT16 or (config.model.dtype is DType.AUTO and on_gpu)
+    heads = -(-spec.num_kv_heads // config.sampler.tensor_parallel)
+    needed = 2 * spec.num_layers * heads * spec.head_dim * (2 if half else 4) * tokens
+    if given < needed:
+        raise UserError(
+            f"sampler.kv_cache_bytes={given}: one sequence of model.max_sequence_tokens={tokens} needs "
+            f"{needed} (keys and values x {spec.num_layers} layers x {heads} heads x {spec.head_dim} x "
+            f"{2 if half else 4} bytes a token); give it as many times that as are to be sampled at once"
+        )
+
+
 def _check_sampled_model(config: Config, spec: HfModelSpec) -> None:
     """What the samplers and the loss against a reference ask of the model."""
     if spec.num_heads % config.sampler.tensor_parallel:
@@ -226,6 +262,7 @@ def _check_sampled_model(config: Config, spec: HfModelSpec) -> None:
             f"{spec.source}: head size {head_dim}; the CPU engine runs "
             f"{', '.join(map(str, CPU_HEAD_DIMS))}. Ask for GPUs: cluster.sampler.gpus_per_node"
         )
+    _check_kv_cache(config, spec)
     largest_stop = max(config.sampling.stop_token_ids, default=0)
     if largest_stop >= spec.vocab_size:
         raise UserError(

@@ -1,6 +1,7 @@
 """Rules that a verifier process applies to one completion. Nothing heavy is imported here."""
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
@@ -89,7 +90,27 @@ def import_function(path: str) -> Rule:
         ) from error
     if not callable(function):
         raise UserError(f"reward.function={path}: it is a {type(function).__name__}, not callable")
+    _check_signature(path, function)
     return function
+
+
+def _check_signature(path: str, function: Callable[..., Any]) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise UserError(
+            f"reward.function={path}: it is an async function, whose reward would be a coroutine; "
+            "expected a plain function"
+        )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some builtins
+        return
+    try:
+        signature.bind("completion", "answer", {})
+    except TypeError as error:
+        raise UserError(
+            f"reward.function={path}: is called as function(completion, answer, fields), and it is "
+            f"{path.partition(':')[2]}{signature}: {error}"
+        ) from error
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

@@ -34,6 +34,10 @@ class VerifierFailure(Exception):
     """One sample could not be verified; the message says why. Not a reward of zero."""
 
 
+class VerifierTimeout(VerifierFailure):
+    """It took too long."""
+
+
 class VerifierProcess:
     """One worker process, started at first use and again after it had to be killed."""
 
@@ -95,7 +99,7 @@ class VerifierProcess:
             reply = self._receive(self._timeout_s)
         except TimeoutError:
             self.close()
-            raise VerifierFailure(f"no reward within {self._timeout_s:g} s") from None
+            raise VerifierTimeout(f"no reward within {self._timeout_s:g} s") from None
         except (BrokenPipeError, EOFError):
             code = self._end(grace_s=_EXIT_GRACE_S)
             raise VerifierFailure(f"verifier process died, exit code {code}") from None

@@ -4,19 +4,20 @@ import logging
 import queue
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpc_rlhf.config import RewardConfig
 from hpc_rlhf.errors import ComponentError, UserError
-from hpc_rlhf.scoring.sandbox import VerifierFailure, VerifierProcess
+from hpc_rlhf.scoring.sandbox import VerifierFailure, VerifierProcess, VerifierTimeout
 from hpc_rlhf.types import Rollout, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_HANGING = 8  # samples of each worker, one after the other
 logger = logging.getLogger(__name__)
 
 
@@ -45,7 +46,7 @@ class VerifierPool:
 
     def __init__(self, config: RewardConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self._max_failure_fraction = config.max_failure_fraction
+        self._config = config
         self._processes = [VerifierProcess(config) for _ in range(config.workers)]
         self._free: queue.SimpleQueue[VerifierProcess] = queue.SimpleQueue()
         for process in self._processes:
@@ -60,33 +61,69 @@ class VerifierPool:
 
         Raises:
             ComponentError: more than ``max_failure_fraction`` of the batch failed; names the
-                commonest reason.
+                commonest reason. Or so many took too long, one after the other, that the rest is
+                not waited for.
         """
         ids = [rollout.completion.token_ids.tolist() for rollout in rollouts]
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        results = list(self._threads.map(self._score_one, rollouts, texts))
-        excluded = {i: result for i, result in enumerate(results) if isinstance(result, str)}
+        futures = [
+            self._threads.submit(self._score_one, rollout, text)
+            for rollout, text in zip(rollouts, texts, strict=True)
+        ]
+        try:
+            self._watch(futures)
+        finally:
+            for future in futures:
+                future.cancel()
+        results = [future.result() for future in futures]
+        excluded = {
+            i: str(result)
+            for i, result in enumerate(results)
+            if isinstance(result, VerifierFailure)
+        }
         if excluded:
             reason, count = Counter(excluded.values()).most_common(1)[0]
             failed = f"verifiers failed on {len(excluded)} of {len(rollouts)} samples"
             commonest = f"{count} of them: {reason}"
-            if len(excluded) > self._max_failure_fraction * len(rollouts):
+            allowed = self._config.max_failure_fraction
+            if len(excluded) > allowed * len(rollouts):
                 raise ComponentError(
-                    f"scoring: {failed}, more than reward.max_failure_fraction="
-                    f"{self._max_failure_fraction:g}; {commonest}"
+                    f"scoring: {failed}, more than reward.max_failure_fraction={allowed:g}; {commonest}"
                 )
             logger.warning(
                 "step %d: %s, which are excluded; %s", rollouts[0].step, failed, commonest
             )
-        rewards = [float("nan") if isinstance(result, str) else result for result in results]
+        rewards = [r if isinstance(r, float) else float("nan") for r in results]
         return Scores(rewards=np.array(rewards, np.float32), excluded=excluded)
 
-    def _score_one(self, rollout: Rollout, text: str) -> float | str:
+    def _watch(self, futures: "Sequence[Future[float | VerifierFailure]]") -> None:
+        """Wait for all of them, but not for a reward that only ever hangs: one by one that takes hours.
+
+        Raises:
+            ComponentError: see :meth:`score`.
+        """
+        late = in_a_row = 0
+        for future in as_completed(futures):
+            if not isinstance(future.result(), VerifierTimeout):
+                in_a_row = 0
+                continue
+            late, in_a_row = late + 1, in_a_row + 1
+            too_many = late > self._config.max_failure_fraction * len(futures)
+            if too_many or in_a_row >= _HANGING * self._config.workers:
+                reward = self._config.function or f"reward.name={self._config.name}"
+                raise ComponentError(
+                    f"scoring: {reward} hangs: no reward within reward.timeout_s="
+                    f"{self._config.timeout_s:g} for {late} of {len(futures)} samples, {in_a_row} of them "
+                    "one after the other; the others were not waited for. See what it waits for, or "
+                    "raise reward.timeout_s"
+                )
+
+    def _score_one(self, rollout: Rollout, text: str) -> float | VerifierFailure:
         process = self._free.get_nowait()  # as many processes as threads
         try:
             return process.score(text, rollout.prompt.answer, dict(rollout.prompt.fields))
         except VerifierFailure as failure:
-            return str(failure)
+            return failure
         finally:
             self._free.put(process)
 

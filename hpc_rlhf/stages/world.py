@@ -113,7 +113,7 @@ def saving(config: Config, run: RunDir, attempt: Attempt, control: ControlGroup)
     """The run's checkpoints, as this attempt makes and keeps them. Collective."""
     manager = CheckpointManager(
         run,
-        config.checkpoint.keep,
+        config.checkpoint.keep or 0,  # 0: all
         keep_every_steps=config.checkpoint.keep_every_steps,
         attempt=attempt.number,
     )

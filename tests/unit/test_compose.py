@@ -156,7 +156,10 @@ def test_groups_of_the_users_own(tmp_path: Path) -> None:
         ("run.steps", "missing EQUAL"),
         ("=3", "no field"),
         ("run.steps=many", "could not be converted to Integer"),
-        ("algorithm.kl.estimator=k9", r"expected one of \[K1, K2, K3\]"),
+        ("algorithm.kl.estimator=k9", r"expected one of \[k1, k2, k3\]"),
+        ("algorithm.name=PPP", r"expected one of \[grpo, rloo, reinforce_plus_plus, ppo\]"),
+        ("model.path=", "model.path='': expected a path"),
+        ("run.root=' '", "run.root=.*: expected a path"),
         ("model.path=/a=b", "quote values"),
     ],
 )

@@ -84,6 +84,17 @@ def test_what_it_learns_may_not_and_each_difference_is_named(tmp_path: Path) -> 
     assert run.config.read_text() == before
 
 
+def test_why_the_steps_may_not_change(tmp_path: Path) -> None:
+    cosine = "learner.optimizer.schedule=cosine"
+    open_run(config(tmp_path, cosine))
+    with pytest.raises(UserError) as raised:
+        check_resume(config(tmp_path, cosine, "run.steps=41"))
+    assert "run.steps: was 40, now 41" in str(raised.value)
+    assert "with learner.optimizer.schedule=cosine the learning rate of every step" in str(
+        raised.value
+    )
+
+
 def test_a_frozen_model_that_is_gone_or_another_is_refused(tmp_path: Path) -> None:
     run = open_run(config(tmp_path))
     model = tmp_path / "base"

@@ -62,6 +62,25 @@ def test_component_command() -> None:
         ("signal_delay_s", 3600, "would be asked to stop at its start"),
         ("extra", {"--exclusive": True}, "without dashes"),
         ("extra", {"comment": "a\nb"}, "cluster.extra.comment"),
+        ("extra", {"N": 2}, "cluster.extra.N: write the long option's name"),
+        (
+            "extra",
+            {"nodes": 2},
+            "cluster.extra.nodes: .* use cluster.learner.nodes and cluster.sam",
+        ),
+        ("extra", {"ntasks": 2}, "cluster.extra.ntasks: .* use cluster.learner.tasks_per_node"),
+        (
+            "extra",
+            {"ntasks_per_node": 2},
+            "extra.ntasks_per_node: .* use cluster.learner.tasks_per",
+        ),
+        ("extra", {"time": "1-0"}, "cluster.extra.time: .* use cluster.time_min"),
+        ("extra", {"signal": "B:USR1@5"}, "cluster.extra.signal: .* use cluster.signal and"),
+        ("environment", {"NCCL-DEBUG": "INFO"}, "cluster.environment: 'NCCL-DEBUG' can be no"),
+        ("environment", {"1A": "x"}, "cluster.environment: '1A' can be no variable"),
+        ("environment", {"": "x"}, "cluster.environment: '' can be no variable"),
+        ("environment", {"SLURM_NTASKS": "3"}, "cluster.environment.SLURM_NTASKS: SLURM_ and"),
+        ("learner", ComponentResources(extra={"nodes": 2}), "cluster.learner.extra.nodes: "),
     ],
 )
 def test_bad_input(name: str, value: object, message: str) -> None:

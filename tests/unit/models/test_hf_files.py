@@ -44,6 +44,23 @@ def test_reads_slices(model: Path) -> None:
         assert torch.equal(weights.read(Piece(source, 1, 3, 7)), whole[:, 3:7])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_no_numbers_are_named(
+    value: float, dtype: torch.dtype, model: Path
+) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    weight = load_file(model / SINGLE_FILE)[name].to(dtype)
+    weight[5, 1] = value
+    rewrite(model, **{name: weight})
+    source = HfTensor(name, tuple(weight.shape))
+    with HfWeights(model) as weights:
+        assert torch.equal(weights.read(Piece(source, 0, 0, 5)), weight[:5])
+        count = 3 * weight.shape[1]
+        with pytest.raises(UserError, match=rf"{name}: 1 of {count} values are NaN or infinite"):
+            weights.read(Piece(source, 0, 4, 7))
+
+
 def test_accepts_a_superfluous_tied_head_and_old_rotary_buffers(model: Path) -> None:
     rewrite(
         model,

@@ -191,7 +191,11 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"warmup.demonstrations": None}, "warmup.steps needs warmup.demonstrations"),
     ({"warmup.lr": 0.0}, "warmup.lr=0.0: must be greater than 0"),
-    ({"checkpoint.keep": -1}, "checkpoint.keep=-1"),
+    ({"checkpoint.keep": 0}, "checkpoint.keep=0: must be at least 1: a run resumes from one; null"),
+    (
+        {"learner.parallel.tensor": 1, "learner.parallel.sequence": True},
+        "learner.parallel.sequence=true: splits sequences over the tensor-parallel ranks",
+    ),
     ({"cluster.time_min": 0}, "cluster.time_min=0: must be at least 1"),
     ({"cluster.learner.nodes": 0}, "cluster.learner"),
 ]
@@ -339,6 +343,26 @@ def test_what_the_data_holds_is_said(good: Config) -> None:
             "6 to 7 tokens (median 6)"
         ),
     ]
+
+
+def test_a_cache_for_less_than_one_sequence(good: Config) -> None:
+    """The quickstart's model has 2 layers of 4 heads of 32; 32 tokens in float32."""
+    needed = 2 * 2 * 4 * 32 * 4 * 32
+    preflight.check(_changed(good, {"sampler.kv_cache_bytes": needed}))
+    message = _refused(preflight.check, _changed(good, {"sampler.kv_cache_bytes": needed - 1}))
+    assert message.startswith(
+        f"sampler.kv_cache_bytes={needed - 1}: one sequence of model.max_sequence_tokens=32 needs "
+        f"{needed} (keys and values x 2 layers x 4 heads x 32 x 4 bytes a token)"
+    )
+
+
+def test_a_run_that_is_all_warm_up_is_said(good: Config) -> None:
+    steps = {"run.steps": 5, "algorithm.mini_batches": 2, "algorithm.epochs": 2}
+    name = "learner.optimizer.warmup_steps"
+    (note, *_) = preflight.check(_changed(good, {**steps, name: 20}))
+    assert note.startswith(f"{name}=20: the run has 20 optimizer steps, so that its learning rate")
+    (note, *_) = preflight.check(_changed(good, {**steps, name: 19}))
+    assert note.startswith("data.prompts=")
 
 
 def test_fewer_prompts_than_a_batch(good: Config) -> None:

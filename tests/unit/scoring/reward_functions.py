@@ -44,3 +44,11 @@ constant = 1.0
 
 def starts_a_sleep(completion: str, answer: str | None, fields: Mapping[str, Any]) -> float:
     return subprocess.run(["sleep", "60"], check=False).returncode
+
+
+def of_completion(completion: str) -> float:
+    return 1.0
+
+
+async def asynchronous(completion: str, answer: str | None, fields: Mapping[str, Any]) -> float:
+    return 1.0

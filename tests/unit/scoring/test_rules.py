@@ -81,6 +81,18 @@ def test_regex() -> None:
         ("python", None, "no.such:f", "cannot import it: ModuleNotFoundError.*PYTHONPATH"),
         ("python", None, "json:no_such", "cannot import it: AttributeError"),
         ("python", None, "json:__name__", "it is a str, not callable"),
+        (
+            "python",
+            None,
+            "tests.unit.scoring.reward_functions:of_completion",
+            r"called as function\(completion, answer, fields\), and it is of_completion\(completion",
+        ),
+        (
+            "python",
+            None,
+            "tests.unit.scoring.reward_functions:asynchronous",
+            "it is an async function",
+        ),
     ],
 )
 def test_rules_that_cannot_be(

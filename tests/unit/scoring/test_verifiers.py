@@ -132,6 +132,24 @@ def test_a_verifier_that_loops_is_killed_and_the_next_samples_are_scored(
     assert scores.rewards[[0, 2]].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("texts", "fraction"), [(["hang"] * 40, 1.0), (["hang", "fine"] * 20, 0.1)]
+)
+def test_a_function_that_only_hangs_is_named_and_not_waited_for(
+    texts: list[str], fraction: float, pools: Pools
+) -> None:
+    name = "reward_functions:by_completion"
+    pool = pools.make(name, timeout_s=0.05, max_failure_fraction=fraction)
+    began = time.monotonic()
+    with pytest.raises(ComponentError) as caught:
+        pool.score(pools.rollouts(texts))
+    assert time.monotonic() - began < 30  # of 40 starts of a process
+    late = 8 if fraction == 1 else 5
+    assert str(caught.value).startswith(
+        f"scoring: {name} hangs: no reward within reward.timeout_s=0.05 for {late} of 40 samples, "
+    )
+
+
 def test_requests_to_stop_do_not_end_a_verifier_but_what_it_starts(pools: Pools) -> None:
     """Slurm sends them to every process of a step, from the first moment of each on."""
     me = psutil.Process()
