@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,7 +121,14 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print a script of the same job to sbatch by hand, queue nothing",
     )
-    _add_of_run(commands, "status", _status, "what a run is doing")
+    _add_of_run(
+        commands,
+        "status",
+        _status,
+        "what a run is doing; without RUN, all runs",
+        "State, step and the reason of the last end of one run; without RUN, a line for each run.",
+        optional=True,
+    )
     verify = _add_of_run(
         commands,
         "verify",
@@ -148,7 +156,9 @@ def _add_composed(commands, name, command, text, examples) -> argparse.ArgumentP
     return parser
 
 
-def _add_of_run(commands, name, command, text, description=None) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+def _add_of_run(  # type: ignore[no-untyped-def]
+    commands, name, command, text, description=None, *, optional=False
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
         help=text,
@@ -156,7 +166,12 @@ def _add_of_run(commands, name, command, text, description=None) -> argparse.Arg
         epilog=f"example:\n  hpc-rlhf {name} quickstart-local",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", metavar="RUN", help="a run's directory, or its name under --root")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?" if optional else None,
+        help="a run's directory, or its name under --root",
+    )
     parser.add_argument("--root", default="runs", help="where runs are looked for by name")
     parser.set_defaults(command=command)
     return parser
@@ -278,18 +293,48 @@ def _queue(links: "Sequence[Link]", *, in_chain: bool) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from hpc_rlhf.launch.status import describe_run
+    from hpc_rlhf.launch.status import RunState, describe_run, read_goal
+    from hpc_rlhf.observe.eta import duration, seconds_a_step, seconds_left
+    from hpc_rlhf.observe.metrics import read_metrics
     from hpc_rlhf.runs import find_run
 
+    if arguments.run is None:
+        return _list_runs(Path(arguments.root))
     run = find_run(arguments.run, arguments.root)
     status = describe_run(run)
+    _, steps = read_goal(run)
     for name in ("state", "attempt", "job_id", "step", "phase", "reason"):
         value = getattr(status, name)
         if value is not None:
-            print(f"{name.replace('_id', ''):8} {value}")
+            of = f" of {steps}" if name == "step" and steps else ""
+            print(f"{name.replace('_id', ''):8} {value}{of}")
+    records = read_metrics(run) if status.state is RunState.RUNNING else []
+    pace, left = seconds_a_step(records), seconds_left(records, steps or 0)
+    if pace and left:
+        print(f"{'left':8} about {duration(left)}, at {pace:.1f} s a step")
     for number, line in enumerate(status.slurm):
         print(f"{'' if number else 'slurm':8} {line}")
     print(f"{'run':8} {run.path}")
+    return ExitCode.DONE
+
+
+def _list_runs(root: Path) -> int:
+    from hpc_rlhf.launch.status import list_runs
+    from hpc_rlhf.observe.eta import duration
+
+    rows = [("run", "stage", "state", "step", "last active")]
+    for one in list_runs(root):
+        step = "-" if one.step is None else str(one.step)
+        ago = f"{duration(max(0.0, time.time() - one.active))} ago"
+        of = f" of {one.steps}" if one.steps else ""
+        rows.append((one.run.path.name, one.stage or "?", one.state, step + of, ago))
+    if len(rows) == 1:
+        print(f"no run in {root}; --root says where else to look")
+        return ExitCode.DONE
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
     return ExitCode.DONE
 
 

@@ -76,7 +76,7 @@ def run_here(config: Config, run: RunDir) -> ExitCode:
         console.print(summary(run))
         return ExitCode.DONE
     slurm = config.cluster.launcher is Launcher.SLURM
-    with _table(run, console):
+    with _table(run, console, config.run.steps):
         code = run_attempt(
             plan_job(config, run.path), SlurmStepLauncher if slurm else LocalStepLauncher
         )
@@ -91,11 +91,12 @@ def _console() -> Console:
 
 
 @contextmanager
-def _table(run: RunDir, console: Console) -> Iterator[None]:
+def _table(run: RunDir, console: Console, steps: int) -> Iterator[None]:
     """Follow the run's metrics in a thread: the main one has the signals."""
     stop = threading.Event()
     newest = max(run.attempt_numbers(), default=0)
-    thread = threading.Thread(target=follow, args=(run, stop.is_set, console, newest), name="table")
+    shown = (run, stop.is_set, console, newest, steps)
+    thread = threading.Thread(target=follow, args=shown, name="table")
     thread.start()
     try:
         yield

@@ -6,12 +6,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hpc_rlhf.cluster.world import LOCAL_JOB
-from hpc_rlhf.errors import ExitCode, UserError
+from hpc_rlhf.errors import ComponentError, ExitCode, UserError
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch.diagnosis import read_progress
 from hpc_rlhf.launch.srun import JobLine, accounted_lines, queue_lines
+from hpc_rlhf.observe.metrics import METRICS_FILE
 from hpc_rlhf.run_dir import Attempt, RunDir
+
+_SHOWN_ERROR = 60  # characters, in a table
 
 
 class RunState(StrEnum):
@@ -76,6 +81,49 @@ def describe_run(run: RunDir) -> RunStatus:
         reason = f"job {job_id} left the queue before it began an attempt"
         return replace(status, state=RunState.FAILED, job_id=job_id, reason=reason)
     return status
+
+
+@dataclass(frozen=True)
+class Overview:
+    """One of many runs, in a line."""
+
+    run: RunDir
+    stage: str | None  # None: its configuration cannot be read
+    state: str
+    step: int | None
+    steps: int | None  # of the whole run
+    active: float  # Unix time of the newest file that it wrote
+
+
+def list_runs(root: Path) -> list[Overview]:
+    """All runs in ``root``, the one that was active last at the end."""
+    runs = [RunDir(path.parent) for path in root.glob("[!.]*/config.yaml")]
+    return sorted((_overview(run) for run in runs), key=lambda one: one.active)
+
+
+def _overview(run: RunDir) -> Overview:
+    stage, steps = read_goal(run)
+    step = None
+    try:
+        status = describe_run(run)
+        state, step = str(status.state), status.step
+    except (ComponentError, UserError) as error:  # of this run: the others are listed all the same
+        state = f"unknown: {error}"[:_SHOWN_ERROR]
+    signs = [run.config, run.metrics / METRICS_FILE, run.path / "submitit" / "submitted.json"]
+    if numbers := run.attempt_numbers():
+        newest = run.attempt(numbers[-1])
+        signs += [newest.progress, newest.started, newest.ended]
+    active = max((path.stat().st_mtime for path in signs if path.exists()), default=0.0)
+    return Overview(run, stage, state, step, steps, active)
+
+
+def read_goal(run: RunDir) -> tuple[str | None, int | None]:
+    """Stage and steps of a run by its configuration; without the checks, and so the time, of a start."""
+    try:
+        config = yaml.safe_load(run.config.read_text())
+        return str(config["stage"]), int(config["run"]["steps"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return None, None
 
 
 def check_not_queued(run: RunDir) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_rlhf.fs import read_json
+from hpc_rlhf.observe.eta import duration, seconds_left
 from hpc_rlhf.observe.metrics import METRICS_FILE, parse_records, read_metrics
 from hpc_rlhf.run_dir import RunDir
 from hpc_rlhf.types import Phase
@@ -71,7 +72,11 @@ _COUNTS = (
 
 
 def follow(
-    run: RunDir, stop: Callable[[], bool], console: Console, after_attempt: int | None = None
+    run: RunDir,
+    stop: Callable[[], bool],
+    console: Console,
+    after_attempt: int | None = None,
+    steps: int | None = None,
 ) -> None:
     """Show the next attempt of ``run`` until ``stop()``: its set-up by parts, then its steps.
 
@@ -80,12 +85,13 @@ def follow(
 
     Args:
         after_attempt: the newest one that is over; default: the newest that there is.
+        steps: of the whole run, for the time that is left.
     """
     path = run.metrics / METRICS_FILE
     records = _Unchanged(path)
     if after_attempt is None:
         after_attempt = max(run.attempt_numbers(), default=0)
-    setup = _SetUp(run, after_attempt)
+    setup = _SetUp(run, after_attempt, steps)
     shown = max(map(_order, records.read()), default=(0, 0))
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
@@ -97,7 +103,7 @@ def follow(
                         shown = _order(record)
                         for note in _excluded(record):
                             console.print(f"step {record['step']}: {note}", highlight=False)
-                under_way = Text(setup.under_way)
+                under_way = Text(setup.under_way + _left(records.read(), steps))
                 table = _table(records.read()[-_SHOWN_STEPS:], console.width)
                 live.update(Group(table, under_way) if setup.over else under_way, refresh=True)
                 time.sleep(_POLL_S)
@@ -116,12 +122,18 @@ def follow(
         time.sleep(_POLL_S)
 
 
+def _left(records: Sequence[Mapping[str, Any]], steps: int | None) -> str:
+    left = seconds_left(records, steps) if steps and records else None
+    return f", about {duration(left)} left" if left else ""
+
+
 class _SetUp:
     """The set-up of one attempt as the coordinator publishes it, and what it does after that."""
 
-    def __init__(self, run: RunDir, after_attempt: int) -> None:
+    def __init__(self, run: RunDir, after_attempt: int, steps: int | None) -> None:
         self._run = run
         self._after_attempt = after_attempt
+        self._of = f" of {steps}" if steps else ""
         self._shown: dict[str, float] = {}  # part -> seconds
         self.over = False
         self.under_way = "starting"
@@ -136,7 +148,7 @@ class _SetUp:
         waited = time.time() - progress["time"]
         self.over = progress["phase"] != Phase.SETUP
         doing = progress["phase"] if self.over else progress.get("part", progress["phase"])
-        where = f"step {progress['step']}" if self.over else "set-up"
+        where = f"step {progress['step']}{self._of}" if self.over else "set-up"
         self.under_way = f"{where}: {doing} ({waited:.0f} s)"
         lines = []
         for part, seconds in progress.get("startup", {}).items():

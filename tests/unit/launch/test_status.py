@@ -13,6 +13,7 @@ from hpc_rlhf.fs import publish_json
 from hpc_rlhf.launch import status
 from hpc_rlhf.launch.srun import JobLine, parse_sacct, parse_squeue
 from hpc_rlhf.launch.status import RunState, RunStatus, check_not_queued, describe_run
+from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.run_dir import RunDir
 
 
@@ -71,6 +72,53 @@ def test_a_run_is_not_queued_twice(run: RunDir, queue: Queue) -> None:
         check_not_queued(run)
     queue.jobs.clear()  # it left the queue: its dependency failed, say
     check_not_queued(run)
+
+
+def test_all_runs_in_a_line_each(
+    tmp_path: Path, queue: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--root", str(tmp_path / "runs")]) == 0
+    assert (
+        capsys.readouterr().out
+        == f"no run in {tmp_path / 'runs'}; --root says where else to look\n"
+    )
+    runs = {name: RunDir(tmp_path / "runs" / name) for name in ("a", "b", "broken", ".assets")}
+    for age, (name, run) in enumerate(runs.items()):
+        run.path.mkdir(parents=True)
+        run.config.write_text("stage: sft\nrun: {steps: 40}\n" if name != "broken" else "stage: [")
+        start(run, "local-1")
+        end(run, 75)
+        when = time.time() - 3600 * age - 7200
+        for path in (run.config, run.attempt(1).started, run.attempt(1).progress):
+            os.utime(path, (when, when))
+        os.utime(run.attempt(1).ended, (when, when))
+    runs["broken"].attempt(1).ended.write_text("")
+    runs["b"].complete.touch()
+    os.utime(runs["broken"].attempt(1).ended, (1, 1))
+    assert main(["status", "--root", str(tmp_path / "runs")]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "stage", "state", "step", "last", "active"]
+    assert rows[0].startswith("broken  ?      unknown: ")
+    assert [row.split() for row in rows[1:]] == [
+        ["b", "sft", "complete", "4", "of", "40", "3", "h", "00", "min", "ago"],
+        ["a", "sft", "interrupted", "4", "of", "40", "2", "h", "00", "min", "ago"],
+    ]
+
+
+def test_what_is_left_of_a_run_that_goes_on(
+    run: RunDir, queue: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.config.write_text("stage: online\nrun: {steps: 44}\n")
+    start(run, "local-1", host=os.uname().nodename, pid=os.getpid())
+    writer = MetricsWriter(run)
+    run.metrics.mkdir()
+    for step in range(1, 5):
+        writer.write(step, 1, {"time/step": 4.5})
+    writer.close()
+    assert main(["status", str(run.path)]) == 0
+    printed = capsys.readouterr().out
+    assert "step     4 of 44\n" in printed
+    assert "left     about 3 min, at 4.5 s a step\n" in printed
 
 
 def test_life_of_a_queued_run(run: RunDir, queue: Queue) -> None:

@@ -56,7 +56,7 @@ def _text(console: Console) -> str:
 
 
 @contextmanager
-def _following(run: RunDir, console: Console) -> Iterator[None]:
+def _following(run: RunDir, console: Console, steps: int | None = None) -> Iterator[None]:
     """Follow in a thread, from the time that it has seen what was there before."""
     began, ended = threading.Event(), threading.Event()
 
@@ -64,7 +64,7 @@ def _following(run: RunDir, console: Console) -> Iterator[None]:
         began.set()
         return ended.is_set()
 
-    thread = threading.Thread(target=follow, args=(run, stop, console))
+    thread = threading.Thread(target=follow, args=(run, stop, console, None, steps))
     thread.start()
     try:
         assert began.wait(30)
@@ -129,10 +129,11 @@ def test_a_run_without_metrics_yet(run: RunDir) -> None:
 def test_the_live_table_has_the_last_steps_and_the_phase(run: RunDir) -> None:
     _record(run, range(1, 31))
     console = _console(terminal=True)
-    with _following(run, console):
+    with _following(run, console, steps=100):
         progress = {"step": 31, "phase": "rollout", "time": time.time() - 3}
         publish_json(run.new_attempt().progress, progress)
-        _await(console, "step 31: rollout (")
+        _await(console, "step 31 of 100: rollout (")
+        _await(console, " s), about 2 min left")  # 70 steps of 2 s
     text = _text(console)
     for heading in ("reward", "KL", "entropy", "length", "tok/s", "rollout", "train", "sync"):
         assert heading in text
