@@ -274,11 +274,29 @@ class AlgorithmConfig:
 
 
 @dataclass
+class CriticParallelConfig:
+    """The layout of a critic of its own, over the same ranks; what is null is as the learner's."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    sequence: bool | None = None
+
+    def over(self, learner: ParallelConfig) -> ParallelConfig:
+        tensor = learner.tensor if self.tensor is None else self.tensor
+        return ParallelConfig(
+            tensor=tensor,
+            pipeline=learner.pipeline if self.pipeline is None else self.pipeline,
+            sequence=learner.sequence and tensor > 1 if self.sequence is None else self.sequence,
+        )
+
+
+@dataclass
 class CriticConfig:
     """The value function that ``algorithm.name=ppo`` learns beside the policy."""
 
     kind: CriticKind = CriticKind.SHARED
     path: str | None = None  # separate: the model it begins as; default: the policy's
+    parallel: CriticParallelConfig = field(default_factory=CriticParallelConfig)  # separate
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))  # separate
     coef: float = 0.1  # shared: weight of the value loss beside the policy's
     clip: float = 0.2  # values are clipped to old ones -+ clip; 0: they are not

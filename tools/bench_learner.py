@@ -31,7 +31,8 @@ from hpc_rlhf.learner.actor_critic import ActorCritic
 from hpc_rlhf.learner.algorithms import make_algorithm
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import build_model, initialize_model_parallel
+from hpc_rlhf.models.megatron import build_model
+from hpc_rlhf.models.parallel import initialize_model_parallel
 from hpc_rlhf.types import Completion, Experience, Prompt, Rollout, VersionSpan
 
 SHAPES = {

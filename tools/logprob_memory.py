@@ -13,7 +13,7 @@ import torch
 from hpc_rlhf.cluster import device
 from hpc_rlhf.config import ParallelConfig
 from hpc_rlhf.models.heads import vocab_parallel_log_probs
-from hpc_rlhf.models.megatron import initialize_model_parallel
+from hpc_rlhf.models.parallel import initialize_model_parallel
 
 
 @dataclass(frozen=True)

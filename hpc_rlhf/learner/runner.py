@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,22 +34,20 @@ class Runner:
     """
 
     def __init__(
-        self, config: TransformerConfig, learner: LearnerConfig, *, temperature: float = 1.0
+        self, model: PolicyModel, learner: LearnerConfig, *, temperature: float = 1.0
     ) -> None:
         """Args:
-        config: of the models that will be run.
+        model: of the layout of those that will be run.
         temperature: of the distribution whose log-probs are wanted.
         """
         self.micro_batch_tokens = learner.micro_batch_tokens
+        config, self.parallel = model.config, model.parallel
         self.pad_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._temperature = temperature
         self._chunk_tokens = learner.logprob_chunk_tokens
-        self.dp_rank = parallel_state.get_data_parallel_rank()
-        self.dp_size = parallel_state.get_data_parallel_world_size()
-        self.is_last_stage = parallel_state.is_pipeline_last_stage()
         # Of the ranks that hold the results of their data-parallel rank, the one all listen to.
-        self.speaks = self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
-        self.source = _index_of_first(self.speaks and self.dp_rank == 0)
+        self.speaks = self.parallel.is_last_stage and self.parallel.tensor_rank == 0
+        self.source = _index_of_first(self.speaks and self.parallel.data_rank == 0)
 
     @property
     def capacity(self) -> int:
@@ -65,8 +61,8 @@ class Runner:
             items: the same on every rank.
         """
         lengths = [len(item.tokens) for item in items]
-        plan = assign(lengths, self.micro_batch_tokens, self.pad_multiple, self.dp_size)
-        batches = build(items, plan[self.dp_rank], pad_multiple=self.pad_multiple)
+        plan = assign(lengths, self.micro_batch_tokens, self.pad_multiple, self.parallel.data_size)
+        batches = build(items, plan[self.parallel.data_rank], pad_multiple=self.pad_multiple)
         return batches, padded_tokens(lengths, plan, self.pad_multiple)
 
     def learn(
@@ -206,16 +202,17 @@ class Runner:
             hidden = module(batch.tokens, batch.position_ids, batch.cu_seqlens)
             return hidden, partial(head, batch)
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=(batch.to(where) for batch in batches),
-            model=model,
-            num_microbatches=len(batches),
-            seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        with self.parallel:
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=(batch.to(where) for batch in batches),
+                model=model,
+                num_microbatches=len(batches),
+                seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
 
 
 def _numbers(heads: Sequence[str], batch: MicroBatch, outputs: Outputs) -> Tensor:

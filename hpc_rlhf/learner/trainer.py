@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -104,20 +103,21 @@ class Trainer:
         self.model = model
         self._prefix = f"{name}." if name else ""
         config = model.config
-        self.runner = Runner(config, learner, temperature=temperature)
+        self.runner = Runner(model, learner, temperature=temperature)
         assert config.calculate_per_token_loss  # DDP would divide by the data-parallel size
         config.finalize_model_grads_func = _sum_gradients
-        self._ddp = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=True,
-                overlap_grad_reduce=False,
-                check_for_nan_in_grad=False,  # gradient_norm() sees them, and says more
-            ),
-            model,
-        )
-        self._optimizer = PolicyOptimizer(self._ddp, learner.optimizer, total_steps=total_steps)
+        with model.parallel:
+            self._ddp = DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=True,
+                    overlap_grad_reduce=False,
+                    check_for_nan_in_grad=False,  # gradient_norm() sees them, and says more
+                ),
+                model,
+            )
+            self._optimizer = PolicyOptimizer(self._ddp, learner.optimizer, total_steps=total_steps)
 
     @property
     def num_steps(self) -> int:
@@ -206,11 +206,13 @@ class Trainer:
         if not math.isfinite(measured.loss):
             guilty = [names[i] for i in measured.not_finite]
             raise self._not_finite(f"loss is {measured.loss}", guilty)
-        grad_norm = self._optimizer.gradient_norm()
+        with self.model.parallel:
+            grad_norm = self._optimizer.gradient_norm()
         if not math.isfinite(grad_norm):
             raise self._not_finite(f"gradient norm is {grad_norm} (loss {measured.loss})", names)
         lr = self._optimizer.lr
-        self._optimizer.step(grad_norm)
+        with self.model.parallel:
+            self._optimizer.step(grad_norm)
         stats = StepStats(
             loss=measured.loss,
             learned_tokens=learned,
@@ -270,12 +272,13 @@ class Trainer:
         """
         metadata = {
             "distrib_optim_sharding_type": "fully_reshardable",
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "dp_cp_group": self.model.parallel.data_group,  # there is no context parallelism
         }
-        model_state = self.model.sharded_state_dict(prefix=self._prefix, metadata=metadata)
-        optimizer_state = self._optimizer.sharded_state_dict(
-            model_state, is_loading=is_loading, metadata=metadata
-        )
+        with self.model.parallel:
+            model_state = self.model.sharded_state_dict(prefix=self._prefix, metadata=metadata)
+            optimizer_state = self._optimizer.sharded_state_dict(
+                model_state, is_loading=is_loading, metadata=metadata
+            )
         return {"model": model_state, "optimizer": optimizer_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -284,7 +287,8 @@ class Trainer:
         self.model.load_state_dict(
             {name.removeprefix(self._prefix): value for name, value in model_state.items()}
         )
-        self._optimizer.load_state_dict(state["optimizer"])
+        with self.model.parallel:
+            self._optimizer.load_state_dict(state["optimizer"])
 
     def memory(self) -> MemoryUse:
         """What this rank holds of the model and its training, measured."""
@@ -323,7 +327,7 @@ class Trainer:
     ) -> Measured:
         """Sum over micro-batches and data-parallel ranks; returned on every rank."""
         reduced = None
-        if self.runner.is_last_stage:
+        if self.model.parallel.is_last_stage:
             sums, maxima = list(results[0].sums), list(results[0].maxima)
             added = torch.stack(
                 [torch.stack([r.loss, *(r.sums[n] for n in sums)]) for r in results]
@@ -332,7 +336,7 @@ class Trainer:
             largest = torch.stack(
                 [torch.stack([r.loss, *(r.maxima[n] for n in maxima)]) for r in results]
             ).amax(0)
-            group = parallel_state.get_data_parallel_group()
+            group = self.model.parallel.data_group
             dist.all_reduce(added, group=group)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
             loss, *totals = added.tolist()
@@ -358,8 +362,9 @@ class Trainer:
             for index, flags in result.batch.segments_of(result.not_finite.cpu().numpy())
             if flags.any()
         ]
-        found: list[Any] = [None] * self.runner.dp_size
-        dist.all_gather_object(found, mine, group=parallel_state.get_data_parallel_group())
+        parallel = self.model.parallel
+        found: list[Any] = [None] * parallel.data_size
+        dist.all_gather_object(found, mine, group=parallel.data_group)
         return tuple(sorted({index for indices in found for index in indices}))
 
 

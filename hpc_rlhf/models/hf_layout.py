@@ -149,8 +149,13 @@ class HfModelSpec:
         """Rows of the sharded embedding: the vocabulary rounded up to ``tensor`` equal shards."""
         return math.ceil(self.vocab_size / tensor) * tensor
 
-    def check_parallel(self, tensor: int, pipeline: int) -> None:
+    def check_parallel(
+        self, tensor: int, pipeline: int, *, setting: str = "learner.parallel"
+    ) -> None:
         """Check that the model can be split over ``tensor`` x ``pipeline`` ranks.
+
+        Args:
+            setting: that the numbers are from, for messages.
 
         Raises:
             UserError: names what is not divisible, and what would be.
@@ -158,17 +163,17 @@ class HfModelSpec:
         for name, count in (("heads", self.num_heads), ("MLP columns", self.intermediate_size)):
             if count % tensor:
                 raise UserError(
-                    f"learner.parallel.tensor={tensor}: the model has {count} {name}, "
+                    f"{setting}.tensor={tensor}: the model has {count} {name}, "
                     f"not divisible by {tensor} ({self.source})"
                 )
         if self.num_kv_heads % tensor and tensor % self.num_kv_heads:
             raise UserError(
-                f"learner.parallel.tensor={tensor}: the model has {self.num_kv_heads} key/value "
+                f"{setting}.tensor={tensor}: the model has {self.num_kv_heads} key/value "
                 f"heads, neither divisible by {tensor} nor dividing it ({self.source})"
             )
         if self.num_layers % pipeline:
             raise UserError(
-                f"learner.parallel.pipeline={pipeline}: the model has {self.num_layers} layers, "
+                f"{setting}.pipeline={pipeline}: the model has {self.num_layers} layers, "
                 f"not divisible by {pipeline} ({self.source})"
             )
 

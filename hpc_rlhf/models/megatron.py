@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -45,33 +45,8 @@ from hpc_rlhf.models.hf_layout import (
     config_changes,
     stage_parameters,
 )
+from hpc_rlhf.models.parallel import ParallelLayout, layout_of
 from hpc_rlhf.models.rotary import RotaryAngles, rotary_frequencies
-
-
-def initialize_model_parallel(parallel: ParallelConfig, *, seed: int, timeout_s: float) -> None:
-    """Make Megatron's process groups and seed its random states.
-
-    Collective over the default process group, which must exist.
-
-    Args:
-        seed: of the random states that differ by tensor-parallel and pipeline rank.
-        timeout_s: after which a collective of these groups raises.
-
-    Raises:
-        UserError: the number of ranks is not divisible by ``tensor`` x ``pipeline``.
-    """
-    world, per_replica = torch.distributed.get_world_size(), parallel.tensor * parallel.pipeline
-    if world % per_replica:
-        raise UserError(
-            f"learner.parallel: {world} learner ranks are not divisible by tensor x pipeline = "
-            f"{parallel.tensor} x {parallel.pipeline}"
-        )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        distributed_timeout_minutes=timeout_s / 60,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 class PolicyModel(GPTModel):
@@ -86,11 +61,9 @@ class PolicyModel(GPTModel):
         self,
         spec: HfModelSpec,
         config: TransformerConfig,
-        *,
-        pre_process: bool,
-        post_process: bool,
+        parallel: ParallelLayout,
     ) -> None:
-        stages = config.pipeline_model_parallel_size
+        stages, post_process = config.pipeline_model_parallel_size, parallel.is_last_stage
         super().__init__(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(
@@ -98,13 +71,14 @@ class PolicyModel(GPTModel):
             ),
             vocab_size=spec.padded_vocab_size(config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
-            pre_process=pre_process,
+            pre_process=parallel.is_first_stage,
             post_process=post_process,
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied_output,
             position_embedding_type="none",  # RotaryAngles below
         )
         self.spec = spec
+        self.parallel = parallel
         if post_process and not spec.lm_head:
             # GPTModel always makes one. It reads post_process as "has an output layer"; the decoder
             # has its own, by which it knows that the final norm is its.
@@ -121,7 +95,7 @@ class PolicyModel(GPTModel):
                 self.spec,
                 tensor=self.config.tensor_model_parallel_size,
                 pipeline=self.config.pipeline_model_parallel_size,
-                stage=parallel_state.get_pipeline_model_parallel_rank(),
+                stage=self.parallel.pipeline_rank,
             )
         )
 
@@ -206,7 +180,7 @@ class PolicyModel(GPTModel):
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             vocab_size=self.spec.vocab_size,
-            group=parallel_state.get_tensor_model_parallel_group(),
+            group=self.parallel.tensor_group,
         )
 
     def scores(
@@ -240,18 +214,17 @@ def build_model(
 ) -> PolicyModel:
     """Build this rank's shard, on its device, with zeros for weights.
 
-    Collective over the learner; :func:`initialize_model_parallel` comes first.
+    Collective over the learner.
+
+    Args:
+        parallel: of which :mod:`hpc_rlhf.models.parallel` has made the groups.
 
     Raises:
         UserError: the model cannot be split as ``parallel`` says.
     """
     spec.check_parallel(parallel.tensor, parallel.pipeline)
-    model = PolicyModel(
-        spec,
-        _transformer_config(spec, parallel, dtype, recompute),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
+    with layout_of(parallel) as layout:
+        model = PolicyModel(spec, _transformer_config(spec, parallel, dtype, recompute), layout)
     described = {p.name: p.shard_shape for p in model.layout()}
     built = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert described == built, "hf_layout does not describe this version of megatron-core"
@@ -302,7 +275,7 @@ def hf_tensors(
             model that is sampled from or exported.
     """
     parameters = dict(model.named_parameters())
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = model.parallel.tensor_group
     size = torch.distributed.get_world_size(group)
     for sharded in _exported(model, value_head=value_head):
         if not sharded.sources:
@@ -352,7 +325,7 @@ def load_hf(
         optional = [] if new_head is None else [SCORE_WEIGHT]
         weights.check(model.spec, optional=optional)
         parameters = dict(model.named_parameters())
-        rank = parallel_state.get_tensor_model_parallel_rank()
+        rank = model.parallel.tensor_rank
         for sharded in model.layout():
             target = parameters[sharded.name]
             if any(source.name not in weights for source in sharded.sources):  # the optional one
@@ -401,9 +374,9 @@ def export_hf(
     if pad_text is not None:
         changes |= {name: {"pad_token": pad_text} for name in TOKENIZER_FILES}
     staging = target.with_name(f".{target.name}.export")
-    is_replica = parallel_state.get_data_parallel_rank() == 0
-    is_writer = is_replica and parallel_state.get_tensor_model_parallel_rank() == 0
-    stage = parallel_state.get_pipeline_model_parallel_rank()
+    is_replica = model.parallel.data_rank == 0
+    is_writer = is_replica and model.parallel.tensor_rank == 0
+    stage = model.parallel.pipeline_rank
     is_leader = is_writer and stage == 0
 
     try:

@@ -1,5 +1,6 @@
 """What the online stage learns by: algorithm, critic and reward model, checked before anything runs."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from hpc_rlhf.config import (
     OffPolicyConfig,
     Proximal,
     RewardName,
+    Stage,
 )
 from hpc_rlhf.data.chat import load_tokenizer, same_tokens
 from hpc_rlhf.errors import UserError
@@ -88,6 +90,7 @@ def _check_critic(config: Config) -> None:
     critic, algorithm = config.critic, config.algorithm
     if algorithm.name is not AlgorithmName.PPO:
         asked = {name for name in ("path", "warmup_steps") if getattr(critic, name)}
+        asked |= _own_layout(critic)
         if asked:
             raise UserError(
                 f"critic.{min(asked)}: algorithm.name={algorithm.name} has no critic; "
@@ -103,10 +106,25 @@ def _check_critic(config: Config) -> None:
         _check_shared_critic(critic, config)
 
 
+def has_own_critic(config: Config) -> bool:
+    """Whether a critic is learned that is a model of its own."""
+    return (
+        config.stage is Stage.ONLINE
+        and config.algorithm.name is AlgorithmName.PPO
+        and config.critic.kind is CriticKind.SEPARATE
+    )
+
+
+def _own_layout(critic: CriticConfig) -> set[str]:
+    """Names of what is asked for of its layout, which only a model of its own has."""
+    return {f"parallel.{name}" for name, value in asdict(critic.parallel).items() if value}
+
+
 def _check_shared_critic(critic: CriticConfig, config: Config) -> None:
-    if critic.path is not None:
+    asked = _own_layout(critic) | ({"path"} if critic.path is not None else set())
+    if asked:
         raise UserError(
-            "critic.path: with critic.kind=shared the critic is a head on the policy; use "
+            f"critic.{min(asked)}: with critic.kind=shared the critic is a head on the policy; use "
             "critic.kind=separate"
         )
     if critic.warmup_steps and config.learner.optimizer.weight_decay:
@@ -161,9 +179,12 @@ def check_models(
         UserError: they do not.
     """
     parallel = config.learner.parallel
+    if has_own_critic(config):
+        path = config.critic.path
+        of_critic = config.critic.parallel.over(parallel)
+        critic = spec if path is None else HfModelSpec.from_directory(path)
+        critic.check_parallel(of_critic.tensor, of_critic.pipeline, setting="critic.parallel")
     if config.critic.path is not None:
-        critic = HfModelSpec.from_directory(config.critic.path)
-        critic.check_parallel(parallel.tensor, parallel.pipeline)
         if critic.vocab_size != spec.vocab_size:
             raise UserError(
                 f"critic.path={config.critic.path}: a vocabulary of {critic.vocab_size}, but the "

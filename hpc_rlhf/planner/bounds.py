@@ -67,8 +67,11 @@ BOUNDS: Mapping[str, Bound] = {
     "run.prompts_per_step": AT_LEAST_ONE,
     "run.max_attempts_without_progress": AT_LEAST_ONE,
     "model.max_sequence_tokens": AT_LEAST_ONE,
-    "learner.parallel.tensor": AT_LEAST_ONE,
-    "learner.parallel.pipeline": AT_LEAST_ONE,
+    **{
+        f"{owner}.parallel.{name}": AT_LEAST_ONE
+        for owner in ("learner", "critic")
+        for name in ("tensor", "pipeline")
+    },
     **{
         f"{owner}.optimizer.{name}": bound
         for owner in ("learner", "critic")

@@ -174,26 +174,32 @@ def _check_data(data: DataConfig, stage: Stage) -> None:
 
 
 def _check_layout(config: Config) -> None:
-    parallel = config.learner.parallel
+    room = config.model.max_sequence_tokens
     resources = config.cluster.learner
     ranks = resources.nodes * resources.tasks_per_node
-    if ranks % (parallel.tensor * parallel.pipeline):
-        raise UserError(
-            f"cluster.learner: {resources.nodes} nodes x {resources.tasks_per_node} tasks = {ranks} "
-            f"learner ranks are not divisible by learner.parallel: tensor x pipeline = "
-            f"{parallel.tensor} x {parallel.pipeline}"
-        )
-    if parallel.sequence and parallel.tensor == 1:
-        raise UserError(
-            "learner.parallel.sequence=true: splits sequences over the tensor-parallel ranks, and with "
-            "learner.parallel.tensor=1 there is one; raise it, or leave sequence out"
-        )
-    room = config.model.max_sequence_tokens
-    if config.learner.micro_batch_tokens < room:
-        raise UserError(
-            f"learner.micro_batch_tokens={config.learner.micro_batch_tokens}: a sequence of "
-            f"model.max_sequence_tokens={room} must fit into a micro-batch"
-        )
+    layouts = {"learner.parallel": config.learner.parallel}
+    if algorithm.has_own_critic(config):
+        layouts["critic.parallel"] = config.critic.parallel.over(config.learner.parallel)
+    for setting, parallel in layouts.items():
+        if ranks % (parallel.tensor * parallel.pipeline):
+            raise UserError(
+                f"cluster.learner: {resources.nodes} nodes x {resources.tasks_per_node} tasks = "
+                f"{ranks} learner ranks are not divisible by {setting}: tensor x pipeline = "
+                f"{parallel.tensor} x {parallel.pipeline}"
+            )
+        if parallel.sequence and parallel.tensor == 1:
+            raise UserError(
+                f"{setting}.sequence=true: splits sequences over the tensor-parallel ranks, and with "
+                f"{setting}.tensor=1 there is one; raise it, or leave sequence out"
+            )
+        # with sequence parallelism a micro-batch is padded to a multiple of the tensor-parallel size
+        multiple = parallel.tensor if parallel.sequence else 1
+        if config.learner.micro_batch_tokens // multiple * multiple < room:
+            divided = f" (in multiples of {multiple}: {setting}.sequence)" if multiple > 1 else ""
+            raise UserError(
+                f"learner.micro_batch_tokens={config.learner.micro_batch_tokens}: a sequence of "
+                f"model.max_sequence_tokens={room} must fit into a micro-batch{divided}"
+            )
     if not config.stage.is_offline and config.sampling.max_new_tokens >= room:
         raise UserError(
             f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a prompt in "

@@ -176,7 +176,7 @@ def _with_reference(
     missing = [name for name, values in found.items() if values is None]
     if missing:
         policy = freeze(load_model(config, Path(model.path), Recompute.NONE))
-        runner = Runner(policy.config, config.learner)
+        runner = Runner(policy, config.learner)
 
         def pause() -> None:
             if points.stop_before():

@@ -21,6 +21,7 @@ from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.loop import train
 from hpc_rlhf.models.heads import zero_score_weight
 from hpc_rlhf.models.megatron import freeze
+from hpc_rlhf.models.parallel import add_layout
 from hpc_rlhf.observe.metrics import MetricsWriter
 from hpc_rlhf.observe.startup import CHECKPOINT, DATA, DIGESTS, GROUPS, LOAD, SAMPLERS, WARM_UP
 from hpc_rlhf.observe.timeline import Timeline
@@ -157,10 +158,13 @@ def _actor_critic(config: Config, algorithm: Algorithm, source: Path) -> ActorCr
     )
     own = None
     if is_separate:
+        parallel = critic.parallel.over(learner.parallel)
+        add_layout(parallel, timeout_s=learner.collective_timeout_s)
         model = load_model(
             config,
             Path(critic.path or source),
             learner.recompute,
+            parallel=parallel,
             lm=False,
             score=True,
             new_head=zero_score_weight,

@@ -20,11 +20,12 @@ from hpc_rlhf.cluster.signals import StopFlag
 from hpc_rlhf.cluster.stopping import SavePoints
 from hpc_rlhf.cluster.walltime import Deadline, WalltimeGuard
 from hpc_rlhf.cluster.world import World
-from hpc_rlhf.config import Config, Recompute
+from hpc_rlhf.config import Config, ParallelConfig, Recompute
 from hpc_rlhf.fs import read_json
 from hpc_rlhf.launch.diagnosis import announce_stop
 from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import PolicyModel, build_model, initialize_model_parallel, load_hf
+from hpc_rlhf.models.megatron import PolicyModel, build_model, load_hf
+from hpc_rlhf.models.parallel import initialize_model_parallel
 from hpc_rlhf.observe.metrics import read_metrics
 from hpc_rlhf.observe.notices import tell
 from hpc_rlhf.run_dir import Attempt, RunDir
@@ -71,6 +72,7 @@ def load_model(
     directory: Path,
     recompute: Recompute,
     *,
+    parallel: ParallelConfig | None = None,
     lm: bool = True,
     score: bool = False,
     new_head: Callable[[int], torch.Tensor] | None = None,
@@ -78,6 +80,7 @@ def load_model(
     """The model of a Hugging Face directory, under these heads.
 
     Args:
+        parallel: default: the learner's.
         lm: with the language-model head.
         score: with a score head.
         new_head: makes the weight of a score head that the directory does not have.
@@ -85,7 +88,7 @@ def load_model(
     spec = HfModelSpec.from_directory(directory)
     model = build_model(
         spec.with_heads(lm=lm, score=score),
-        config.learner.parallel,
+        parallel or config.learner.parallel,
         dtype=device.resolve_dtype(config.model.dtype),
         recompute=recompute,
     )

@@ -22,13 +22,8 @@ from transformers import AutoModelForCausalLM
 from hpc_rlhf.cluster import device
 from hpc_rlhf.config import ParallelConfig, Recompute
 from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import (
-    PolicyModel,
-    build_model,
-    hf_tensors,
-    initialize_model_parallel,
-    load_hf,
-)
+from hpc_rlhf.models.megatron import PolicyModel, build_model, hf_tensors, load_hf
+from hpc_rlhf.models.parallel import initialize_model_parallel
 
 CPU = torch.device("cpu")
 BOUND = 1e-5

@@ -15,13 +15,8 @@ from hpc_rlhf.learner.actor_critic import ActorCritic
 from hpc_rlhf.learner.algorithms import Algorithm
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import (
-    PolicyModel,
-    build_model,
-    hf_tensors,
-    initialize_model_parallel,
-    load_hf,
-)
+from hpc_rlhf.models.megatron import PolicyModel, build_model, hf_tensors, load_hf
+from hpc_rlhf.models.parallel import add_layout, initialize_model_parallel
 from hpc_rlhf.types import Completion, Experience, Prompt, Rollout, VersionSpan
 
 TEMPERATURE = 0.7
@@ -151,6 +146,7 @@ def make_trainer(
         raise RuntimeError("call it inside run_ranks")
     if not parallel_state.model_parallel_is_initialized():
         initialize_model_parallel(parallel, seed=1, timeout_s=60)
+    add_layout(parallel, timeout_s=60)
     spec = HfModelSpec.from_directory(directory).with_heads(lm=lm, score=score)
     model = build_model(spec, parallel, dtype=dtype, recompute=recompute)
     load_hf(model, directory, new_head=score_weight)

@@ -4,7 +4,7 @@ The reference is plain torch on Hugging Face's model in fp32, one unpadded seque
 rewards, advantages, whitening and both losses are written from the papers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ KL, GAMMA, LAM, COEF, VALUE_CLIP = 0.05, 0.95, 0.9, 0.3, 0.2
 NO_STEP = OptimizerConfig(lr=0.0, clip_grad=0.0)
 ADAM = OptimizerConfig(lr=1e-3, eps=1e-5)
 # tokens of a micro-batch, and the multiple it is padded to: one sequence each, some, all, one padded
+SOAK = pytest.mark.soak
 CUTS = ((20, 1), (48, 1), (4096, 1), (32, 32))
 
 
@@ -75,14 +76,21 @@ def _learner(
     parallel: ParallelConfig,
     kind: CriticKind,
     adam: OptimizerConfig,
+    *,
+    of_critic: ParallelConfig | None = None,
     **options: Any,
 ) -> ActorCritic:
+    """Args:
+    of_critic: the layout of a critic of its own; default: the policy's.
+    """
     shared = kind is CriticKind.SHARED
     options |= {"optimizer": adam}
     policy = make_trainer(directory, parallel, score=shared, **options)
     critic = None
     if not shared:
-        critic = make_trainer(directory, parallel, lm=False, score=True, name="critic", **options)
+        critic = make_trainer(
+            directory, of_critic or parallel, lm=False, score=True, name="critic", **options
+        )
     return ActorCritic(policy, critic, max_new_tokens=MAX_NEW_TOKENS)
 
 
@@ -204,9 +212,41 @@ def test_gradient_does_not_depend_on_the_layout(
     assert with_head == set(reference.losses)
 
 
-def _measure(reference: Reference, parallel: ParallelConfig) -> Iterator[tuple[str, float, float]]:
-    for kind in CriticKind:
-        learner = _learner(reference.directory, parallel, kind, NO_STEP)
+@pytest.mark.parametrize(
+    ("parallel", "of_critic"),
+    [
+        (ParallelConfig(tensor=2), ParallelConfig()),
+        (ParallelConfig(), ParallelConfig(pipeline=2)),
+        pytest.param(
+            ParallelConfig(pipeline=2), ParallelConfig(tensor=2, sequence=True), marks=SOAK
+        ),
+    ],
+    ids=["tensor-data", "data-pipeline", "pipeline-sequence"],
+)
+def test_critic_in_a_layout_of_its_own(
+    reference: Reference, parallel: ParallelConfig, of_critic: ParallelConfig
+) -> None:
+    """Over the same two ranks."""
+
+    def measure() -> list[Any]:
+        return list(_measure(reference, parallel, of_critic, kinds=[CriticKind.SEPARATE]))
+
+    ranks = run_ranks(measure, 2)
+    for rank, measured in enumerate(ranks):
+        for case, loss, error in measured:
+            assert error <= 1e-5, (rank, case)
+            assert loss == pytest.approx(reference.losses[case], rel=1e-5, abs=1e-6), case
+    assert {case for measured in ranks for case, _, _ in measured} == {"policy", "critic"}
+
+
+def _measure(
+    reference: Reference,
+    parallel: ParallelConfig,
+    of_critic: ParallelConfig | None = None,
+    kinds: Sequence[CriticKind] = tuple(CriticKind),
+) -> Iterator[tuple[str, float, float]]:
+    for kind in kinds:
+        learner = _learner(reference.directory, parallel, kind, NO_STEP, of_critic=of_critic)
         readings = learner.read(reference.experience.rollouts, None)
         assert readings.values is not None
         for found, expected in zip(readings.values, reference.values, strict=True):
@@ -246,12 +286,15 @@ def _scored(learner: ActorCritic, batch: Experience) -> Experience:
 
 
 @pytest.mark.parametrize(
-    ("kind", "parallel"),
+    ("kind", "parallel", "of_critic"),
     [
-        (CriticKind.SHARED, ParallelConfig(tensor=2)),
-        (CriticKind.SEPARATE, ParallelConfig(pipeline=2)),
-        pytest.param(CriticKind.SHARED, ParallelConfig(pipeline=2), marks=pytest.mark.soak),
-        pytest.param(CriticKind.SEPARATE, ParallelConfig(tensor=2), marks=pytest.mark.soak),
+        (CriticKind.SHARED, ParallelConfig(tensor=2), None),
+        (CriticKind.SEPARATE, ParallelConfig(pipeline=2), ParallelConfig(tensor=2)),
+        pytest.param(CriticKind.SHARED, ParallelConfig(pipeline=2), None, marks=SOAK),
+        pytest.param(CriticKind.SEPARATE, ParallelConfig(tensor=2), None, marks=SOAK),
+        pytest.param(
+            CriticKind.SEPARATE, ParallelConfig(tensor=2), ParallelConfig(tensor=1), marks=SOAK
+        ),
     ],
 )
 def test_resuming_is_bitwise_exact(
@@ -259,6 +302,7 @@ def test_resuming_is_bitwise_exact(
     tmp_path: Path,
     kind: CriticKind,
     parallel: ParallelConfig,
+    of_critic: ParallelConfig | None,
 ) -> None:
     """Saved behind the critic's first steps, and within an update; both go on as if nothing was."""
     directory = tiny_models["llama"]
@@ -267,7 +311,7 @@ def test_resuming_is_bitwise_exact(
     world = parallel.tensor * parallel.pipeline
 
     def uninterrupted() -> Any:
-        learner = _learner(directory, parallel, kind, ADAM)
+        learner = _learner(directory, parallel, kind, ADAM, of_critic=of_critic)
         before = whole_tensors(learner.model)
         warm = learner.update(algorithm, _scored(learner, batch), critic_only=True)
         after = whole_tensors(learner.model)
@@ -278,7 +322,7 @@ def test_resuming_is_bitwise_exact(
         return warm, trunk_stays, learner.update(algorithm, scored), bits_of(learner)
 
     def resumed_and_stopped() -> Any:
-        learner = _learner(directory, parallel, kind, ADAM)
+        learner = _learner(directory, parallel, kind, ADAM, of_critic=of_critic)
         manager = CheckpointManager(RunDir(tmp_path), keep=0)
         manager.load(SavePoint(1), learner)
         scored = _scored(learner, batch)
@@ -289,7 +333,7 @@ def test_resuming_is_bitwise_exact(
         return scored
 
     def resumed_again() -> Any:
-        learner = _learner(directory, parallel, kind, ADAM)
+        learner = _learner(directory, parallel, kind, ADAM, of_critic=of_critic)
         state = CheckpointManager(RunDir(tmp_path), keep=0).load(SavePoint(1, 2), learner)
         unfinished = UnfinishedUpdate.from_json(state["update"])
         return learner.update(algorithm, scored, unfinished=unfinished), bits_of(learner)
@@ -304,6 +348,47 @@ def test_resuming_is_bitwise_exact(
         assert warm["value_loss"] > stats["value_loss"]
         assert "policy_loss" not in warm
         assert ("critic/lr" in stats) == (kind is CriticKind.SEPARATE)
+
+
+def test_layouts_of_policy_and_critic_may_change_on_resume(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Weights to the bit, and the losses of the update that follows, as the first layouts have them."""
+    directory = tiny_models["llama"]
+    batch = experience(directory)
+    algorithm = _algorithm(CriticKind.SEPARATE)
+    one, other = ParallelConfig(tensor=2), ParallelConfig(pipeline=2)
+
+    def whole(learner: ActorCritic) -> dict[str, torch.Tensor]:
+        assert learner.critic is not None
+        mine = {
+            f"{name}/{n}": tensor
+            for name, trainer in (("policy", learner.policy), ("critic", learner.critic))
+            for n, tensor in whole_tensors(trainer.model).items()
+        }
+        every: list[Any] = [None, None]
+        torch.distributed.all_gather_object(every, mine)
+        return every[0] | every[1]
+
+    def saved() -> Any:
+        learner = _learner(directory, one, CriticKind.SEPARATE, ADAM, of_critic=other)
+        learner.update(algorithm, _scored(learner, batch))
+        CheckpointManager(RunDir(tmp_path), keep=0).save(SavePoint(1), learner, {})
+        weights = whole(learner)
+        return weights, learner.update(algorithm, _scored(learner, batch))
+
+    def loaded() -> Any:
+        learner = _learner(directory, other, CriticKind.SEPARATE, ADAM, of_critic=one)
+        CheckpointManager(RunDir(tmp_path), keep=0).load(SavePoint(1), learner)
+        weights = whole(learner)
+        return weights, learner.update(algorithm, _scored(learner, batch))
+
+    expected, stats = run_ranks(saved, 2)[0]
+    found, stats_found = run_ranks(loaded, 2)[0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for name in ("loss", "grad_norm", "critic/loss", "critic/grad_norm"):
+        assert stats_found[name] == pytest.approx(stats[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.parametrize("kind", list(CriticKind))

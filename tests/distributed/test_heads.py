@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpc_rlhf.config import ParallelConfig
 from hpc_rlhf.models import heads
 from hpc_rlhf.models.heads import vocab_parallel_log_probs
-from hpc_rlhf.models.megatron import initialize_model_parallel
+from hpc_rlhf.models.parallel import initialize_model_parallel
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

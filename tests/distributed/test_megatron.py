@@ -20,9 +20,9 @@ from hpc_rlhf.models.megatron import (
     freeze,
     hf_metadata,
     hf_tensors,
-    initialize_model_parallel,
     load_hf,
 )
+from hpc_rlhf.models.parallel import initialize_model_parallel
 from tests.distributed.correctness import full_logits
 from tests.distributed.ranks import run_ranks
 

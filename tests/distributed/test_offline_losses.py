@@ -15,7 +15,8 @@ import torch
 from hpc_rlhf.config import LearnerConfig, OptimizerConfig, ParallelConfig
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import build_model, initialize_model_parallel, load_hf
+from hpc_rlhf.models.megatron import build_model, load_hf
+from hpc_rlhf.models.parallel import initialize_model_parallel
 from tests.distributed.learner_fixtures import keep_whole_gradients, whole_tensors
 from tests.distributed.offline_references import (
     OBJECTIVES,

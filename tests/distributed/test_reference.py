@@ -14,7 +14,8 @@ from hpc_rlhf.config import LearnerConfig, ParallelConfig
 from hpc_rlhf.learner.reference import ReferenceFile, sweep
 from hpc_rlhf.learner.runner import Runner
 from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import build_model, freeze, initialize_model_parallel, load_hf
+from hpc_rlhf.models.megatron import build_model, freeze, load_hf
+from hpc_rlhf.models.parallel import initialize_model_parallel
 from hpc_rlhf.types import Example, FrozenRef
 from tests.distributed.offline_references import pairs
 from tests.distributed.ranks import run_ranks
@@ -43,7 +44,7 @@ def test_stopped_and_gone_on_with_to_the_bit(tiny_models: dict[str, Path], tmp_p
         model = build_model(HfModelSpec.from_directory(directory), parallel, dtype=torch.float32)
         load_hf(model, directory)
         freeze(model)
-        runner = Runner(model.config, LearnerConfig(parallel=parallel))
+        runner = Runner(model, LearnerConfig(parallel=parallel))
         control = ControlGroup(60)
         asked: list[int] = []
 

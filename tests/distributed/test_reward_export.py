@@ -15,7 +15,8 @@ from hpc_rlhf.learner.objectives import BradleyTerry
 from hpc_rlhf.learner.trainer import Trainer
 from hpc_rlhf.models.heads import initial_score_weight
 from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import build_model, export_hf, initialize_model_parallel, load_hf
+from hpc_rlhf.models.megatron import build_model, export_hf, load_hf
+from hpc_rlhf.models.parallel import initialize_model_parallel
 from tests.distributed.offline_references import pairs
 from tests.distributed.ranks import run_ranks
 

@@ -17,7 +17,8 @@ from hpc_rlhf.data.chat import eos_token_ids, load_tokenizer
 from hpc_rlhf.errors import ComponentError
 from hpc_rlhf.learner.runner import Runner
 from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import build_model, freeze, initialize_model_parallel, load_hf
+from hpc_rlhf.models.megatron import build_model, freeze, load_hf
+from hpc_rlhf.models.parallel import initialize_model_parallel
 from hpc_rlhf.scoring.reward_model import ChatTranslation, RewardModelScorer
 from hpc_rlhf.types import Completion, Prompt, Rollout, Scores
 from tests.distributed.learner_fixtures import rollouts
@@ -40,7 +41,7 @@ def _scorer(directory: Path, parallel: ParallelConfig, **options: Any) -> Reward
     load_hf(model, directory)
     options = {"max_tokens": 512, "max_failure_fraction": 0.5} | options
     learner = LearnerConfig(parallel=parallel, micro_batch_tokens=48)
-    runner = Runner(model.config, learner)
+    runner = Runner(model, learner)
     return RewardModelScorer(freeze(model), runner, ControlGroup(60.0), **options)
 
 

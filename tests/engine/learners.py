@@ -15,13 +15,8 @@ from torch.distributed import TCPStore
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.config import ParallelConfig, SamplerConfig, SamplingConfig, SyncConfig
 from hpc_rlhf.models.hf_layout import HfModelSpec
-from hpc_rlhf.models.megatron import (
-    PolicyModel,
-    build_model,
-    hf_tensors,
-    initialize_model_parallel,
-    load_hf,
-)
+from hpc_rlhf.models.megatron import PolicyModel, build_model, hf_tensors, load_hf
+from hpc_rlhf.models.parallel import initialize_model_parallel
 from hpc_rlhf.rollout.sampler import SampleRequest, SamplerPool
 from hpc_rlhf.run_dir import Attempt
 from hpc_rlhf.sync import collective

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hpc_rlhf.cluster import device
 from hpc_rlhf.cluster.control import ControlGroup
 from hpc_rlhf.config import ParallelConfig
-from hpc_rlhf.models.megatron import initialize_model_parallel
+from hpc_rlhf.models.parallel import initialize_model_parallel
 
 TIMEOUT_S = 60.0
 

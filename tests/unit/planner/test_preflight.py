@@ -143,6 +143,15 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         {**PPO, "critic.kind": CriticKind.SEPARATE, "critic.optimizer.lr": 0.0},
         "critic.optimizer.lr=0.0: must be greater than 0",
     ),
+    ({"critic.parallel.tensor": 2}, "critic.parallel.tensor: algorithm.name=grpo has no critic"),
+    (
+        {**PPO, "critic.parallel.pipeline": 2},
+        "critic.parallel.pipeline: with critic.kind=shared the critic is",
+    ),
+    (
+        {**PPO, "critic.kind": CriticKind.SEPARATE, "critic.parallel.tensor": 4},
+        "= 2 learner ranks are not divisible by critic.parallel: tensor x pipeline = 4 x 1",
+    ),
     ({**PPO, "critic.coef": 0.0}, "critic.coef=0.0: must be greater than 0: with 0 a shared"),
     ({**PPO, "critic.clip": -0.1}, "critic.clip=-0.1: must not be negative"),
     ({**PPO, "critic.warmup_steps": 40}, "of run.steps=40 none would be left for the policy"),
@@ -445,7 +454,7 @@ def test_the_critics_model(good: Config, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other", vocab_size=300)
     assert "a vocabulary of 300, but the policy's has 264" in _refused(preflight.check, asks(other))
     odd = make_tiny_model(tmp_path / "odd", heads=3, head_dim=32)
-    assert "learner.parallel.tensor=2" in _refused(preflight.check, asks(odd))
+    assert "critic.parallel.tensor=2: the model has 3 heads" in _refused(preflight.check, asks(odd))
 
 
 @pytest.mark.parametrize(
