@@ -32,6 +32,7 @@ OVERRIDES = (
     "algorithm=ppo",
     "critic.kind=separate",
     "critic.warmup_steps=2",
+    "critic.parallel.tensor=1",  # two data-parallel ranks of it, beside two tensor-parallel ones
 )
 
 
