@@ -27,13 +27,16 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml
 		exit 1; \
 	fi
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps -r requirements/dev.lock
+	@echo "installing $$(cat requirements/{cpu,dev}.lock | grep -c ==) packages into $(VENV): some minutes, and 3 GB"
+	@$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/dev.lock \
+		| sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/^\(Installing collected packages\).*/\1/p'
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 	@# an index without the CPU build gives the CUDA one, which needs its libraries
 	@$(BIN)/python -c 'import torch' 2>/dev/null \
 		|| $(BIN)/pip install --disable-pip-version-check "$$(grep '^torch==' requirements/cpu.lock)"
 	@# compiled once here: every process of every run would compile in vain where .venv is read-only;
 	@# some packages carry templates that are not Python, hence `|| true`
+	@echo "compiling them"
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib hpc_rlhf >/dev/null || true
 	touch $@
 

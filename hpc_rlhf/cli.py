@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ComponentError as error:
         print(f"hpc-rlhf: {error}", file=sys.stderr)
         return ExitCode.FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # during an attempt, its supervisor handles it
+        print("hpc-rlhf: interrupted; the same command begins, or goes on, again", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except PermissionError as error:
         print(
@@ -114,7 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the job script (of a chain: all), queue nothing",
+        help="check everything and print the job script (of a chain: all), queue nothing; assets and "
+        "tokenised data are made and kept, as for the run",
     )
     submit.add_argument(
         "--script",
@@ -245,7 +247,7 @@ def _submit(arguments: argparse.Namespace) -> int:
                 "--script: a chain is one job for each of its links; `hpc-rlhf submit` queues them, and "
                 "--dry-run prints their scripts"
             )
-        command = ["hpc-rlhf", "run", *with_absolute_paths(arguments.overrides)]
+        command = [_program(), "run", *with_absolute_paths(arguments.overrides)]
         if arguments.config_dir is not None:
             command += ["--config-dir", str(arguments.config_dir.absolute())]
         print(render_script(plans[0], command), end="")
@@ -263,6 +265,12 @@ def _submit(arguments: argparse.Namespace) -> int:
     elif len(links) > 1:
         show_outcome(links)
     return ExitCode.DONE
+
+
+def _program() -> str:
+    """This command for a script: a batch job may have another PATH."""
+    path = Path(sys.executable).with_name("hpc-rlhf")
+    return str(path) if path.exists() else "hpc-rlhf"
 
 
 def _queue(links: "Sequence[Link]", *, in_chain: bool) -> None:

@@ -4,6 +4,8 @@ The batch script of the leader runs Submitit's pickled callable, :class:`Supervi
 own process: the supervisor. A hand-written script runs ``hpc-rlhf run`` in its place.
 """
 
+import contextlib
+import io
 import os
 import shlex
 import shutil
@@ -275,7 +277,12 @@ def _queue(
             "cluster.launcher=local"
         )
     executor = HetSlurmExecutor(submission_folder(plan.run), plan, options, without)
+    printed = io.StringIO()
     try:
-        return executor.submit(SupervisedAttempt(plan))
+        with contextlib.redirect_stderr(printed):  # Submitit prints what is in its error as well
+            return executor.submit(SupervisedAttempt(plan))
     except FailedJobError as error:
+        printed.truncate(0)
         raise UserError(f"sbatch refused the job: {str(error).strip()}") from error
+    finally:
+        sys.stderr.write(printed.getvalue())

@@ -45,6 +45,11 @@ _COLUMNS: tuple[Column, ...] = (
     ),
 )
 _LEARNING_COLUMNS = 4  # the first ones; the others are speed
+# of an algorithm with a critic, behind those
+_CRITIC_COLUMNS: tuple[Column, ...] = (
+    ("value_loss", "value loss", "{:.4f}".format),
+    ("explained_variance", "expl. var.", "{:.3f}".format),
+)
 
 # of the offline stages, where a record has them
 _OFFLINE_COLUMNS: tuple[Column, ...] = (
@@ -198,7 +203,8 @@ def _excluded(record: Mapping[str, Any]) -> list[str]:
 def _columns(records: Sequence[Mapping[str, Any]]) -> Sequence[Column]:
     """Those of the stage that the records are of."""
     if not any("epoch" in record for record in records):
-        return _COLUMNS
+        critic = [c for c in _CRITIC_COLUMNS if any(c[0] in record for record in records)]
+        return [*_COLUMNS[:_LEARNING_COLUMNS], *critic, *_COLUMNS[_LEARNING_COLUMNS:]]
     return [column for column in _OFFLINE_COLUMNS if any(column[0] in r for r in records)]
 
 
@@ -210,7 +216,7 @@ def summary(run: RunDir) -> Table | Text:
     table = Table(title=f"run {run.path.name}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    learning = {c[0] for c in _COLUMNS[:_LEARNING_COLUMNS]}
+    learning = {c[0] for c in (*_COLUMNS[:_LEARNING_COLUMNS], *_CRITIC_COLUMNS)}
     learning |= {c[0] for c in _OFFLINE_COLUMNS[:_OFFLINE_LEARNING_COLUMNS]}
     for name, heading, form in _columns(records):
         if name not in learning:

@@ -56,7 +56,9 @@ def test_scripts_for_sbatch_by_hand_are_what_the_code_renders(
     overrides = ["experiment=quickstart", f"cluster={cluster}", f"run.name={name}"]
     assert main(["submit", "--script", *overrides]) == 0
     text = (REPOSITORY / f"slurm/{name}.sbatch").read_text()
-    assert capsys.readouterr().out == text
+    program = Path(sys.executable).with_name("hpc-rlhf")  # whatever PATH the job has
+    assert program.exists()
+    assert capsys.readouterr().out == text.replace("exec hpc-rlhf", f"exec {program}")
 
 
 def test_the_scripts_of_a_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +112,17 @@ def test_a_script_may_be_queued_from_another_directory(
     assert config["data"]["prompts"] == f"{data}/p.jsonl"
     assert Path(config["run"]["root"]).resolve() == tmp_path / "runs"
     assert command[-2:] == ["--config-dir", str(data)]
+
+
+def test_ctrl_c_before_an_attempt_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(config: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpc_rlhf.planner.preflight.check_settings", interrupted)
+    assert main(["run", "experiment=quickstart"]) == 75
+    assert "interrupted; the same command begins" in capsys.readouterr().err
 
 
 def test_options_and_overrides_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:

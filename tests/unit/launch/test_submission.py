@@ -144,7 +144,12 @@ def test_submission_from_within_a_job_hides_that_job(
     assert HetSlurmExecutor(tmp_path, PLAN)._make_submission_command(Path("x")) == ["sbatch", "x"]
 
 
-def test_submit(sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit(
+    sbatch: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     plan = JobPlan("demo", tmp_path / "run", PLAN.components)
     job = submit(plan)
     assert job.job_id == "42"
@@ -154,8 +159,10 @@ def test_submit(sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (folder / "42_submission.sh").read_text() == job_script(plan)
     assert json.loads((folder / "submitted.json").read_text())["job_id"] == "42"
     monkeypatch.setenv("REFUSE", "1")
+    capsys.readouterr()
     with pytest.raises(UserError, match="sbatch refused the job: sbatch: error: Invalid account"):
         submit(plan)
+    assert capsys.readouterr().err == ""  # what prints the error says it once
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="sbatch is not on the PATH"):
         submit(plan)

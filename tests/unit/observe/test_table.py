@@ -193,6 +193,17 @@ def test_a_value_that_is_missing_is_a_dash() -> None:
     assert text.startswith("step    3  reward -  KL 0.5000  entropy -")
 
 
+def test_a_critic_is_shown_where_there_is_one(run: RunDir) -> None:
+    critic = {"value_loss": 0.25, "explained_variance": 0.5}
+    text = line({"step": 3, **_values(3), **critic})
+    assert "length 2.5  value loss 0.2500  expl. var. 0.500  tok/s 1000" in text
+    assert "value loss" not in line({"step": 3, **_values(3)})
+    _record(run, range(1, 3), **critic)
+    text = " ".join(_summary(run).split())
+    assert "value loss │ 0.2500 -> 0.2500" in text
+    assert "expl. var. │ 0.500 -> 0.500" in text
+
+
 def _summary(run: RunDir) -> str:
     console = _console(terminal=False)
     console.print(summary(run))
