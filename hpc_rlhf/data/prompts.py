@@ -316,7 +316,7 @@ def _too_long(path: Path, long: TooLong, of: int, config: DataConfig) -> str:
         else f"model.max_sequence_tokens={long.limit + 1} less one to sample"
     )
     return (
-        f"{path}:{long.line}: the prompt has {long.longest} tokens, more than {bound}; that is the "
-        f"longest of {long.count} of {of} prompts which are too long. Raise the limit, or set "
+        f"{path}:{long.line}: the prompt has {long.longest} tokens, more than {bound}; "
+        f"{long.count} of {of} prompts are too long, and this is the longest. Raise the limit, or set "
         "data.long_prompts=drop"
     )

@@ -279,8 +279,8 @@ def _write(directory: Path, source: _Source, progress: Callable[[int], None] | N
 def _too_long(long: TooLong, of: int, what: str, source: _Source) -> str:
     return (
         f"{source.path}:{long.line}: {long.longest} tokens, more than model.max_sequence_tokens="
-        f"{long.limit}; that is the longest of {long.count} of {of} {what}s which are too long. Raise "
-        "it, or set data.long_sequences=drop (leave them out), keep_start (lose "
+        f"{long.limit}; {long.count} of {of} {what}s are too long, and this is the longest. Raise it, "
+        "or set data.long_sequences=drop (leave them out), keep_start (lose "
         f"{_LOST[LongSequences.KEEP_START]}) or keep_end (lose {_LOST[LongSequences.KEEP_END]})"
     )
 

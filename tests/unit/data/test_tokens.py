@@ -195,8 +195,8 @@ def test_sequences_that_are_too_long_are_counted_before_they_are_refused(
     with pytest.raises(UserError) as caught:
         prepare(path, pairs=False, max_tokens=10)
     assert str(caught.value).startswith(
-        f"{path}:4: 17 tokens, more than model.max_sequence_tokens=10; that is the longest of 2 of 4 "
-        "demonstrations which are too long. Raise it, or set data.long_sequences=drop"
+        f"{path}:4: 17 tokens, more than model.max_sequence_tokens=10; 2 of 4 demonstrations are too "
+        "long, and this is the longest. Raise it, or set data.long_sequences=drop"
     )
     assert list((tmp_path / "cache").iterdir()) == []
 

@@ -328,7 +328,7 @@ LONG = json.dumps({"prompt": "1+" * 20, "answer": "8"})
         ("", "blank line"),
         ("\ufeff{}", "byte order mark"),
         ('{"prompt": "3+5="}', "no key 'answer'"),
-        (LONG, "40 tokens, more than data.max_prompt_tokens=16; that is the longest of 1 of 22 "),
+        (LONG, "40 tokens, more than data.max_prompt_tokens=16; 1 of 22 prompts are too long"),
     ],
 )
 def test_bad_prompts_are_named_by_file_and_line(
