@@ -92,6 +92,16 @@ def _compose_node(overrides: Sequence[str], config_directory: Path | None) -> Di
             return hydra_compose("config", overrides=[*checked, *searchpath])
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, overrides)) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{mark.name}:{mark.line + 1}" if mark else "configuration"
+        raise UserError(
+            f"{place}: not YAML: {error.problem}" + (f" ({error.context})" if error.context else "")
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--config-dir {config_directory}: a file of it is not UTF-8: {error}"
+        ) from error
 
 
 def _checked_overrides(overrides: Sequence[str], config_directory: Path | None) -> list[str]:

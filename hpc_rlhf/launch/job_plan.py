@@ -177,6 +177,10 @@ def plan_job(config: Config, run_dir: Path) -> JobPlan:
         raise UserError(
             f"cluster.signal={cluster.signal}: {error}; write USR2, TERM, ..."
         ) from None
+    for name in ("account", "partition", "qos", "network_interface"):
+        value = getattr(cluster, name)
+        if value is not None and not value.strip():
+            raise UserError(f"cluster.{name}={value!r}: expected a name, or null for none")
     learner = ComponentPlan(name=LEARNER, resources=_resources(LEARNER, cluster.learner))
     components: tuple[ComponentPlan, ...] = (learner,)
     if not config.stage.is_offline:
@@ -245,6 +249,8 @@ def _options(where: str, values: dict[str, Any]) -> Options:
         option = name.replace("_", "-")
         if "\n" in f"{name}{text}" or name.startswith("-") or len(name) < 2:
             raise UserError(f"{where}.{name}: write the long option's name without dashes")
+        if isinstance(value, dict | list):
+            raise UserError(f"{where}.{name}={value}: expected text, a number, true or null")
         if option in _OWN_OPTIONS:
             raise UserError(
                 f"{where}.{name}: hpc-rlhf sets and relies on this option itself; use "

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rlhf.cluster.control import ControlGroup
+from hpc_rlhf.errors import UserError
 from hpc_rlhf.fs import publish
 from hpc_rlhf.learner.packing import masked_item
 from hpc_rlhf.learner.runner import Runner
@@ -120,6 +121,12 @@ def _read(path: Path) -> NDArray[np.float64] | None:
     if not path.exists():
         return None
     # Without a lock: the file never changes, and a filesystem without flock refuses them.
-    with h5py.File(path, "r", locking=False) as file:
-        values: NDArray[np.float64] = file["log_probs"][()]
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            values: NDArray[np.float64] = file["log_probs"][()]
+    except (OSError, KeyError) as error:
+        raise UserError(
+            f"{path}: log-probs of the reference, damaged ({error}); delete this file, and they are "
+            "computed again"
+        ) from error
     return values

@@ -136,6 +136,25 @@ def test_groups_of_the_users_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"name: x\nsetup: [module load\n", r"mine\.yaml:3: not YAML: expected ',' or '\]'"),
+        (b"name: x\n\tqos: y\n", r"mine\.yaml:2: not YAML: found character '.t'"),
+        (b"- a\n", "list is not a subclass of ClusterConfig"),
+        (b"nam: x\n", "Key 'nam' not in 'ClusterConfig'"),
+        (b"\xff\xfe", "--config-dir .*: a file of it is not UTF-8"),
+    ],
+)
+def test_a_file_of_ones_own_that_is_broken_is_named(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/mine.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        compose.compose(["experiment=quickstart", "cluster=mine"], config_directory=tmp_path)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("run.seeed=1", "did you mean run.seed?"),

@@ -62,6 +62,9 @@ def test_component_command() -> None:
         ("signal_delay_s", 3600, "would be asked to stop at its start"),
         ("extra", {"--exclusive": True}, "without dashes"),
         ("extra", {"comment": "a\nb"}, "cluster.extra.comment"),
+        ("extra", {"comment": {"a": 1}}, "cluster.extra.comment={'a': 1}: expected text, a number"),
+        ("partition", "", "cluster.partition='': expected a name, or null"),
+        ("account", " ", "cluster.account=' ': expected a name, or null"),
         ("extra", {"N": 2}, "cluster.extra.N: write the long option's name"),
         (
             "extra",
