@@ -4,14 +4,16 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpc_rlhf.chain import compose_links
 from hpc_rlhf.observe.metrics import read_metrics
-from hpc_rlhf.observe.outcome import reward_gain
+from hpc_rlhf.observe.outcome import LAST_STEPS, reward_gain
 from hpc_rlhf.run_dir import RunDir
 from tests.e2e_driver import START_TIMEOUT_S, Command
 from tests.launch_driver import wait_until
+from tools.over_optimisation import measure
 
 SEEDS = [int(seed) for seed in os.environ.get("CHAIN_SEEDS", "0 1 2").split()]
 
@@ -68,14 +70,39 @@ def test_links_run_in_order_and_complete_ones_are_passed_over(tmp_path: Path) ->
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ppo_maximises_what_the_reward_model_learned(seed: int, tmp_path: Path) -> None:
-    """The experiment as it is shipped; its table is in docs/ppo.md."""
+    """The experiment as it is shipped, and DPO on its pairs: a line of the table of docs/ppo.md."""
     command = _chain(tmp_path, f"run.seed={seed}")
-    done = command("run", timeout_s=1100)
+    done = command("run", timeout_s=1000)
     assert done.returncode == 0, done.stderr
-    print(f"\nseed {seed}\n{done.stdout.rpartition('the chain')[2]}")
-    _, reward, ppo = compose_links(command.arguments())
-    assert read_metrics(reward.run)[-1]["eval/pair/accuracy"] >= 0.95
+    sft, reward, ppo = compose_links(command.arguments())
+    dpo = _dpo(tmp_path, sft.result, Path(str(sft.config.assets["directory"])))
+
+    accuracy = read_metrics(reward.run)[-1]["eval/pair/accuracy"]
+    margin = read_metrics(dpo)[-1]["eval/pair/margin"]
     gain = reward_gain(read_metrics(ppo.run), ppo.config.critic.warmup_steps)
     assert gain is not None
-    assert gain.in_std >= 1
     assert gain.kl is not None
+    right = [point.gold for point in measure(ppo, seed)]
+    print(
+        f"\n| {seed} | {accuracy:.3f} | 0 -> {margin:.2f} | {gain.before:.2f} -> {gain.after:.2f} "
+        f"| {gain.in_std:.2f} standard deviations (of {gain.std:.2f}) | {gain.kl:.2f} "
+        f"| {right[0]:.2f} -> {np.mean(right[-LAST_STEPS:]):.2f} |"
+    )
+    assert accuracy >= 0.95
+    assert margin > 0.5  # of a policy that is its own reference: 0
+    assert gain.in_std >= 1
+
+
+def _dpo(root: Path, policy: Path, assets: Path) -> RunDir:
+    overrides = (
+        f"model.path={policy}",
+        "model.max_sequence_tokens=32",
+        f"data.train={assets}/pairs.jsonl",
+        f"data.eval={assets}/held_out.jsonl",
+        "run.steps=50",
+        "learner.optimizer.lr=5e-4",
+    )
+    command = Command(root, "dpo", overrides, base=("experiment=dpo",))
+    done = command("run")
+    assert done.returncode == 0, done.stderr
+    return command.run_dir

@@ -76,9 +76,13 @@ def test_each_job_begins_when_the_one_before_has_completed_its_run(
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_chain_goes_on_from_the_link_that_failed(tmp_path: Path, slurm_cluster: object) -> None:
+@pytest.mark.parametrize("requeue", ["requeue", "successor"])
+def test_a_chain_goes_on_from_the_link_that_failed(
+    requeue: str, tmp_path: Path, slurm_cluster: object
+) -> None:
     """Its data are lost when the second link begins: the third leaves the queue, the first stays."""
-    command = Command(tmp_path, "chain", SMALL, base=("experiment=quickstart_ppo",))
+    overrides = (*SMALL, f"cluster.requeue={requeue}")
+    command = Command(tmp_path, "chain", overrides, base=("experiment=quickstart_ppo",))
     sft, reward, ppo = _runs(tmp_path)
     jobs = _submit(command)
     (pairs,) = tmp_path.glob(".assets/*/pairs.jsonl")
