@@ -3,7 +3,8 @@
 After Gao, Schulman and Hilton, "Scaling Laws for Reward Model Overoptimization" (2210.10760), figure 1: a
 policy learns from a proxy, a reward model of few and partly wrong pairs, and is judged by the gold rule
 that the pairs were made by. What the proxy says rises throughout; what the rule says rises, peaks and
-falls. The abscissa is the square root of the KL divergence from the policy that training began with.
+falls. The abscissa is the square root of the KL divergence from the policy that training began with,
+and once more the step.
 
 Run from the repository's root: ``python -m tools.over_optimisation``. Runs in ``--root`` that are there are
 resumed, or only read if they are complete.
@@ -15,7 +16,7 @@ import io
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -32,13 +33,18 @@ NAME = "over_optimisation"
 OVERRIDES = (
     "experiment=quickstart_ppo",
     "assets.directory=${run.root}/.assets/over_optimisation-${run.seed}",
-    "assets.pairs=200",
-    "assets.wrong_labels=0.3",
-    "chain.reward_model.offline.batch_size=40",
+    "assets.correct_fraction=0.5",
+    "assets.pairs=400",
+    "assets.wrong_labels=0.2",
+    "cluster.learner.tasks_per_node=1",
+    "learner.parallel.tensor=1",
     "chain.reward_model.run.steps=100",
-    "chain.ppo.run.steps=200",
+    "chain.reward_model.offline.batch_size=40",
+    "chain.ppo.run.steps=120",
+    "chain.ppo.run.prompts_per_step=100",  # all that there are, so that batches differ by samples only
+    "chain.ppo.sampling.samples_per_prompt=4",
+    "chain.ppo.learner.optimizer.lr=1e-4",
     "chain.ppo.algorithm.kl.coef=0.001",
-    "chain.ppo.checkpoint.every_steps=100",
 )
 SMOOTHING = 5  # steps of the running means that are drawn
 
@@ -121,63 +127,108 @@ def describe(points: Sequence[Point]) -> str:
 
 # ------------------------------------------------------------------------------------------ drawing
 
-WIDTH, HEIGHT = 640, 400
-LEFT, RIGHT, TOP, BOTTOM = 60, 60, 40, 50
+WIDTH, HEIGHT = 940, 400
+MARGIN_X, TOP, BOTTOM = 60, 60, 50
 PROXY_COLOUR, GOLD_COLOUR = "#7a3fa0", "#c98a00"
 
 
+@dataclass(frozen=True)
+class Panel:
+    """A rectangle of the figure, addressed in fractions of its axes."""
+
+    left: float
+    width: float
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Pixels of a point."""
+        return self.left + x * self.width, TOP + (1 - y) * (HEIGHT - TOP - BOTTOM)
+
+
 def draw(points: Sequence[Point]) -> str:
-    """The curves of all seeds as SVG: proxy on the left axis, gold on the right one."""
-    seeds = sorted({point.seed for point in points})
-    curves = [[point for point in points if point.seed == seed] for seed in seeds]
-    x_top = math.ceil(max(math.sqrt(max(p.kl, 0.0)) for p in points))
-    proxies = [p.proxy for p in points]
-    low, high = math.floor(min(proxies)), math.ceil(max(proxies))
+    """The curves of all seeds as SVG, over the square root of KL and over the steps.
 
-    def at(x: float, y: float) -> str:
-        """Pixels of a point given in fractions of both axes."""
-        across, down = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-        return f"{LEFT + x * across:.1f},{TOP + (1 - y) * down:.1f}"
-
-    lines = []
-    for curve in curves:
-        xs = smooth([math.sqrt(max(p.kl, 0.0)) / x_top for p in curve])
-        proxy = smooth([(p.proxy - low) / (high - low) for p in curve])
-        gold = smooth([p.gold for p in curve])
-        for ys, colour in ((proxy, PROXY_COLOUR), (gold, GOLD_COLOUR)):
-            path = " ".join(at(x, y) for x, y in zip(xs, ys, strict=True))
-            lines.append(f'<polyline points="{path}" stroke="{colour}"/>')
-    left = "proxy: score of the reward model (std of the SFT policy's)"
-    across = "square root of KL from the SFT policy (nats a completion)"
-    text = [
-        *(_text(at(i / x_top, 0), f"{i}", dy=18) for i in range(x_top + 1)),
-        *(
-            _text(at(0, (i - low) / (high - low)), f"{i}", dx=-8, dy=4, anchor="end")
-            for i in range(low, high + 1)
+    Proxy on the left axis, gold on the right one. Dots are steps, lines their running means.
+    """
+    width = WIDTH / 2 - 2 * MARGIN_X
+    panels = (Panel(MARGIN_X, width), Panel(WIDTH / 2 + MARGIN_X, width))
+    shapes = [
+        *_panel(
+            panels[0], points, root_kl, "square root of KL from the SFT policy (nats a completion)"
         ),
-        *(_text(at(1, i / 10), f"{i / 10}", dx=8, dy=4, anchor="start") for i in range(0, 11, 2)),
-        _text(at(0.5, 0), across, dy=40),
-        _text(at(0, 1), left, dx=-40, dy=-10, anchor="start", colour=PROXY_COLOUR),
-        _text(at(1, 1), "gold: right answers", dx=40, dy=-10, anchor="end", colour=GOLD_COLOUR),
+        *_panel(panels[1], points, lambda point: point.step, "steps of PPO"),
     ]
-    frame = f'<polyline points="{at(0, 1)} {at(0, 0)} {at(1, 0)} {at(1, 1)}" stroke="#888"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">\n'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n'
-        '<g fill="none" stroke-width="1.5" stroke-linejoin="round">\n'
-        + "\n".join([frame, *lines])
-        + "\n</g>\n"
-        + "\n".join(text)
+        + "\n".join(shapes)
         + "\n</svg>\n"
     )
 
 
+def root_kl(point: Point) -> float:
+    return math.sqrt(max(point.kl, 0.0))  # an estimate from samples, of what is near 0 at first
+
+
+def _panel(
+    panel: Panel, points: Sequence[Point], abscissa: Callable[[Point], float], label: str
+) -> Iterator[str]:
+    x_ticks = _ticks(0.0, max(map(abscissa, points)))
+    y_ticks = _ticks(min(p.proxy for p in points), max(p.proxy for p in points))
+    low, high = y_ticks[0], y_ticks[-1]
+    corners = (panel.at(0, 1), panel.at(0, 0), panel.at(1, 0), panel.at(1, 1))
+    yield _line(corners, "#888")
+    for seed in sorted({point.seed for point in points}):
+        curve = [point for point in points if point.seed == seed]
+        xs = [abscissa(p) / x_ticks[-1] for p in curve]
+        for ys, colour in (
+            ([(p.proxy - low) / (high - low) for p in curve], PROXY_COLOUR),
+            ([p.gold for p in curve], GOLD_COLOUR),
+        ):
+            for x, y in (panel.at(*one) for one in zip(xs, ys, strict=True)):
+                yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.5" fill="{colour}" opacity="0.3"/>'
+            means = zip(smooth(xs), smooth(ys), strict=True)
+            yield _line([panel.at(*one) for one in means], colour)
+    for tick in x_ticks:
+        yield _text(panel.at(tick / x_ticks[-1], 0), f"{tick:g}", dy=18)
+    for tick in y_ticks:
+        yield _text(
+            panel.at(0, (tick - low) / (high - low)), f"{tick:g}", dx=-8, dy=4, anchor="end"
+        )
+    for i in range(0, 11, 2):
+        yield _text(panel.at(1, i / 10), f"{i / 10:g}", dx=8, dy=4, anchor="start")
+    yield _text(panel.at(0.5, 0), label, dy=40)
+    proxy = "proxy: score of the reward model (std)"
+    yield _text(panel.at(0, 1), proxy, dx=-40, dy=-18, anchor="start", colour=PROXY_COLOUR)
+    gold = "gold: right answers"
+    yield _text(panel.at(1, 1), gold, dx=40, dy=-18, anchor="end", colour=GOLD_COLOUR)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers at equal distances, at most nine, from one that is not above ``low`` to one above."""
+    least = max(high - low, 1e-9) / 7
+    unit = 10.0 ** math.floor(math.log10(least))
+    distance = next(m * unit for m in (1, 2, 5, 10) if m * unit >= least)
+    first, last = math.floor(low / distance), math.ceil(high / distance)
+    return [i * distance for i in range(first, last + 1)]
+
+
+def _line(corners: Sequence[tuple[float, float]], colour: str) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+
+
 def _text(
-    at: str, text: str, *, dx: int = 0, dy: int = 0, anchor: str = "middle", colour: str = "#333"
+    at: tuple[float, float],
+    text: str,
+    *,
+    dx: int = 0,
+    dy: int = 0,
+    anchor: str = "middle",
+    colour: str = "#333",
 ) -> str:
-    x, y = map(float, at.split(","))
-    return f'<text x="{x + dx:.1f}" y="{y + dy:.1f}" text-anchor="{anchor}" fill="{colour}">{text}</text>'
+    place = f'x="{at[0] + dx:.1f}" y="{at[1] + dy:.1f}"'
+    return f'<text {place} text-anchor="{anchor}" fill="{colour}">{text}</text>'
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tools.over_optimisation import Point, describe, draw, smooth, table
+from tools.over_optimisation import Point, _ticks, describe, draw, smooth, table
 
 CURVE = [
     Point(3, step, kl=0.01 * step**2, proxy=step / 10, gold=0.2 + 0.1 * (5 - abs(5 - step)))
@@ -30,12 +30,24 @@ def test_the_table_has_a_line_a_step() -> None:
 
 def test_the_figure_is_whole_and_within_its_frame() -> None:
     root = ET.fromstring(draw(CURVE))
-    lines = [line.get("points", "") for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
-    assert len(lines) == 3  # the axes, and two curves
-    for line in lines:
+    svg = "{http://www.w3.org/2000/svg}"
+    lines = [line.get("points", "") for line in root.iter(f"{svg}polyline")]
+    assert len(lines) == 6  # in each panel the axes, and two curves
+    for line, (left, right) in zip(lines, [(60, 410)] * 3 + [(530, 880)] * 3, strict=True):
         for point in line.split():
             x, y = map(float, point.split(","))
-            assert 60 <= x <= 580
-            assert 40 <= y <= 350
-    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "gold: right answers" in texts
+            assert left <= x <= right
+            assert 60 <= y <= 350
+    assert len(list(root.iter(f"{svg}circle"))) == 4 * len(CURVE)
+    texts = [text.text for text in root.iter(f"{svg}text")]
+    assert texts.count("gold: right answers") == 2
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0, 118, [0, 20, 40, 60, 80, 100, 120]), (-0.3, 1.4, [-0.5, 0.0, 0.5, 1.0, 1.5])],
+)
+def test_ticks_are_round_and_enclose_what_is_drawn(
+    low: float, high: float, ticks: list[float]
+) -> None:
+    assert _ticks(low, high) == pytest.approx(ticks)
