@@ -40,7 +40,7 @@ OVERRIDES = (
     "learner.parallel.tensor=1",
     "chain.reward_model.run.steps=100",
     "chain.reward_model.offline.batch_size=40",
-    "chain.ppo.run.steps=120",
+    "chain.ppo.run.steps=200",
     "chain.ppo.run.prompts_per_step=100",  # all that there are, so that batches differ by samples only
     "chain.ppo.sampling.samples_per_prompt=4",
     "chain.ppo.learner.optimizer.lr=1e-4",
@@ -185,8 +185,7 @@ def _panel(
             ([(p.proxy - low) / (high - low) for p in curve], PROXY_COLOUR),
             ([p.gold for p in curve], GOLD_COLOUR),
         ):
-            for x, y in (panel.at(*one) for one in zip(xs, ys, strict=True)):
-                yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.5" fill="{colour}" opacity="0.3"/>'
+            yield _dots([panel.at(*one) for one in zip(xs, ys, strict=True)], colour)
             means = zip(smooth(xs), smooth(ys), strict=True)
             yield _line([panel.at(*one) for one in means], colour)
     for tick in x_ticks:
@@ -216,6 +215,12 @@ def _ticks(low: float, high: float) -> list[float]:
 def _line(corners: Sequence[tuple[float, float]], colour: str) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
     return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+
+
+def _dots(places: Sequence[tuple[float, float]], colour: str) -> str:
+    path = "".join(f"M{x:.1f},{y:.1f}h0" for x, y in places)  # round caps of lines of no length
+    stroke = f'stroke="{colour}" stroke-width="3" stroke-linecap="round" opacity="0.3"'
+    return f'<path d="{path}" fill="none" {stroke}/>'
 
 
 def _text(

@@ -67,12 +67,12 @@ def test_links_run_in_order_and_complete_ones_are_passed_over(tmp_path: Path) ->
 
 @pytest.mark.soak
 @pytest.mark.engine
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ppo_maximises_what_the_reward_model_learned(seed: int, tmp_path: Path) -> None:
     """The experiment as it is shipped, and DPO on its pairs: a line of the table of docs/ppo.md."""
     command = _chain(tmp_path, f"run.seed={seed}")
-    done = command("run", timeout_s=1000)
+    done = command("run", timeout_s=2000)
     assert done.returncode == 0, done.stderr
     sft, reward, ppo = compose_links(command.arguments())
     dpo = _dpo(tmp_path, sft.result, Path(str(sft.config.assets["directory"])))
