@@ -23,7 +23,7 @@ def _chain(root: Path, *overrides: str) -> Command:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_links_run_in_order_and_complete_ones_are_passed_over(tmp_path: Path) -> None:
     """Stopped in the second link; the same command goes on there, to the last link's end."""
     short = ("chain.sft.run.steps=2", "chain.ppo.run.steps=3", "checkpoint.every_steps=1000")
