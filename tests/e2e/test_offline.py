@@ -43,6 +43,7 @@ def test_stopped_and_resumed_by_the_command(tmp_path: Path) -> None:
         "learner.optimizer.schedule=constant",
         "offline.batch_size=8",
         "model.max_sequence_tokens=400",
+        "data.long_sequences=keep_end",
         "learner.micro_batch_tokens=800",
     )
     with command.started() as process:
