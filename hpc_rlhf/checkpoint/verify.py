@@ -45,8 +45,8 @@ def verify_run(run: RunDir, *, on_bytes: OnBytes | None = None) -> Iterator[Find
     """Read all of ``run`` that is meant to be whole, one finding after another.
 
     The configuration and the records of the attempts as what they are, checkpoints against their
-    manifests (sizes and sha256), rollouts as HDF5, metrics as one record a step, frozen models and data sets against the sha256 in ``run.json``. Of frozen models the
-    digest cache is renewed.
+    manifests (sizes and sha256), rollouts as HDF5, metrics as one record a step, frozen models and
+    data sets against the sha256 in ``run.json``. Of frozen models the digest cache is renewed.
 
     Args:
         on_bytes: called with every count of bytes read and hashed, from several threads.

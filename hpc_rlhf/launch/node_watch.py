@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 PROBED_PORT = 9  # "discard": nobody listens there, the kernel refuses
 PERIOD_S = 2.0  # between two probes of a node, and how long one waits for its answer
-SILENT_S = 8.0  # without an answer a node is lost
+SILENT_S = 6.0  # of asking without an answer, a node is lost
 
 _ANSWERS = {0, errno.ECONNREFUSED}
 
@@ -25,6 +25,9 @@ class _Node:
     address: str
     next_probe: float = 0.0  # monotonic
     last_answer: float | None = None  # monotonic; None: never yet, it may be silent by its firewall
+    # Monotonic: when it was first asked after that. Time in which it was not asked is no silence of
+    # its own: whoever asks may have hung in a filesystem.
+    asked_since: float | None = None
     probe: socket.socket | None = None
 
 
@@ -80,12 +83,18 @@ class NodeWatch:
         self._selector.close()
 
     def _is_lost(self, node: _Node, now: float) -> bool:
-        return node.last_answer is not None and now - node.last_answer > self._silent_s
+        return node.last_answer is not None and self._silence(node, now) > self._silent_s
+
+    @staticmethod
+    def _silence(node: _Node, now: float) -> float:
+        return 0.0 if node.asked_since is None else now - node.asked_since
 
     def _send(self, node: _Node, now: float) -> None:
         self._drop(node)
         node.next_probe = now + PERIOD_S
-        silent = node.last_answer is not None and now - node.last_answer > self._silent_s / 2
+        if node.asked_since is None:
+            node.asked_since = now
+        silent = node.last_answer is not None and self._silence(node, now) > self._silent_s / 2
         port = self._confirm_port if silent and self._confirm_port else PROBED_PORT
         family = socket.AF_INET6 if ":" in node.address else socket.AF_INET
         node.probe = socket.socket(family, socket.SOCK_STREAM)
@@ -104,7 +113,7 @@ class NodeWatch:
 
     def _note(self, node: _Node, result: int) -> None:
         if result in _ANSWERS:
-            node.last_answer = self._now()
+            node.last_answer, node.asked_since = self._now(), None
         if node.probe is not None:
             node.probe.close()
             node.probe = None

@@ -71,6 +71,21 @@ def test_a_node_that_does_not_answer_any_more_is_lost(port: Port) -> None:
     watch.close()
 
 
+def test_no_node_is_lost_while_nobody_asks(port: Port) -> None:
+    """The one who watches hung, in a filesystem say, for longer than a node may be silent."""
+    clock = [0.0]
+    watch = NodeWatch(["127.0.0.1"], silent_s=SILENT_S, now=lambda: clock[0])
+    assert look(watch, 1.0) == []
+    clock[0] += 100
+    assert watch.lost() == []
+    port.fall_silent()
+    clock[0] += node_watch.PERIOD_S
+    watch.lost()
+    clock[0] += SILENT_S + node_watch.PERIOD_S
+    assert watch.lost() == ["127.0.0.1"]
+    watch.close()
+
+
 def test_a_node_that_never_answered_may_have_a_firewall(port: Port) -> None:
     port.fall_silent()
     watch = NodeWatch(["127.0.0.1"], silent_s=0.2)
