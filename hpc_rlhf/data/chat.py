@@ -62,10 +62,15 @@ def eos_token_ids(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> tupl
     return tuple(sorted(ids))
 
 
+def same_vocabulary(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> bool:
+    """Whether two tokenizers mean the same by every token id."""
+    return one.get_vocab() == other.get_vocab()
+
+
 def same_tokens(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> bool:
-    """Whether two tokenizers mean the same by every token id, and end a text with the same one."""
+    """Whether two tokenizers mean the same by every token id, and end and template a text alike."""
     return (
-        one.get_vocab() == other.get_vocab()
+        same_vocabulary(one, other)
         and one.eos_token_id == other.eos_token_id
         and one.chat_template == other.chat_template
     )

@@ -15,7 +15,7 @@ from hpc_rlhf.config import (
     RewardName,
     Stage,
 )
-from hpc_rlhf.data.chat import load_tokenizer, same_tokens
+from hpc_rlhf.data.chat import load_tokenizer, same_tokens, same_vocabulary
 from hpc_rlhf.errors import UserError
 from hpc_rlhf.models.hf_layout import SCORE_WEIGHT, HfModelSpec
 from hpc_rlhf.planner.weights import check_weights
@@ -189,6 +189,12 @@ def check_models(
             raise UserError(
                 f"critic.path={config.critic.path}: a vocabulary of {critic.vocab_size}, but the "
                 f"policy's has {spec.vocab_size}; the critic reads the policy's tokens"
+            )
+        if not same_vocabulary(tokenizer, load_tokenizer(Path(config.critic.path))):
+            raise UserError(
+                f"critic.path={config.critic.path}: the tokens of its tokenizer are not those of "
+                f"model.path={config.model.path}; the critic reads the policy's tokens and would take "
+                "them for others. Begin it as a model of the same tokenizer"
             )
         _check_context(config, "critic.path", critic)
         heads = critic.with_heads(lm=False, score=True)

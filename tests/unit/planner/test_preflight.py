@@ -453,6 +453,13 @@ def test_the_critics_model(good: Config, tmp_path: Path) -> None:
     preflight.check(asks(make_tiny_model(tmp_path / "good", hidden=128)))
     other = make_tiny_model(tmp_path / "other", vocab_size=300)
     assert "a vocabulary of 300, but the policy's has 264" in _refused(preflight.check, asks(other))
+    swapped = make_tiny_model(tmp_path / "swapped")
+    path = swapped / "tokenizer.json"
+    tokens = json.loads(path.read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    path.write_text(json.dumps(tokens))
+    assert "the critic reads the policy's tokens and" in _refused(preflight.check, asks(swapped))
     odd = make_tiny_model(tmp_path / "odd", heads=3, head_dim=32)
     assert "critic.parallel.tensor=2: the model has 3 heads" in _refused(preflight.check, asks(odd))
 
